@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import difflib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from math import gcd
@@ -470,7 +470,7 @@ def _at_least(name: str, value: int, least: int, why: str = "") -> None:
         raise ValueError(f"{name} must be at least {least}{f' ({why})' if why else ''}, got {value}")
 
 
-def _one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+def _one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
@@ -561,15 +561,16 @@ class MachineFacts:
     linear_kernel_why: str = "default"
 
 
-_INT8, _INT4, _FP8 = QUANTIZATIONS = ("int8_per_channel_weight_only", "int4_per_group_weight_only", "fp8")
-
-
+_INT4 = "int4_per_group_weight_only"
 GROUP_SIZES = (32, 64, 128)
 """Inputs of a weight of 4 bits that share a scale; the first is the default."""
+QUANTIZATIONS = {"int8_per_channel_weight_only": "int8", _INT4: f"int4_{GROUP_SIZES[0]}", "fp8": "fp8"}
+"""The linear method of each quantization made at load. `models.linear.layer.register_quantization` adds to them."""
 
 
 # what a weight takes, its share of the scales included, by the linear kernel that multiplies with it
-WEIGHT_BITS = {"int8": 8.0} | {f"int4_{group}": 4 + 32 / group for group in GROUP_SIZES}
+INTEGER_BITS = {"int8": 8.0} | {f"int4_{group}": 4 + 32 / group for group in GROUP_SIZES}
+WEIGHT_BITS = INTEGER_BITS | {"fp8": 8.0}
 
 
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two mean the same
@@ -582,7 +583,7 @@ MODEL_IMPLS = ("auto", "minivllm", "transformers")
 _LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 
-def _arg(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
+def _arg(default: Any, help: str, choices: Collection[str] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
@@ -818,10 +819,10 @@ class EngineArgs(_ModelArgs):
 
     @property
     def linear_kernel(self) -> str | None:
-        """The linear kernel that `quantization` asks for, `int8`, `fp8` or `int4_` and the group size; None for no quantization."""
-        if self.quantization == _INT4:
-            return f"int4_{(self.quantization_config or {}).get('group_size', GROUP_SIZES[0])}"
-        return {_INT8: "int8", _FP8: "fp8"}.get(self.quantization or "")
+        """The linear kernel that `quantization` asks for, of int4 the one of its group size; None for no quantization."""
+        if self.quantization_config is not None:
+            return f"int4_{self.quantization_config['group_size']}"
+        return None if self.quantization is None else QUANTIZATIONS[self.quantization]
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from minivllm.core.config import EngineArgs
+from minivllm.core.plugins import load_plugins
 
 _PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "dict": json.loads}
 
@@ -22,6 +23,7 @@ _VLLM_FLAGS = {"num_gpu_blocks": ["--num-gpu-blocks-override"]}
 
 def add_engine_arguments(parser: argparse.ArgumentParser, besides: Collection[str] = ()) -> None:
     """One flag for each field of EngineArgs, ``besides`` those that the command has itself."""
+    load_plugins()  # they may add to the choices
     group = parser.add_argument_group("engine")
     for f in fields(EngineArgs):
         if f.name in besides:

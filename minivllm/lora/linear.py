@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.core.config import WEIGHT_BITS
+from minivllm.core.config import INTEGER_BITS
 from minivllm.lora.adapter import Adapter, LoRAWeights, lora_targets
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear.base import HUGE_PAGE, LinearMethod, empty_weight
@@ -139,7 +139,7 @@ def _sent(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 _BITS = {torch.float32: 32, torch.bfloat16: 16}
-_KERNELS = ("cpu", "cpu_invariant", *WEIGHT_BITS)
+_KERNELS = ("cpu", "cpu_invariant", *INTEGER_BITS)
 """Methods of numba's CPU kernels; what adapters add to the output of another method, torch computes too."""
 _CUDA_KERNELS = ("gemv", "fp8")
 """The same for a GPU."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, Plan
 from minivllm.attention.state import LayerCacheSpec
-from minivllm.core.config import KVCacheConfig
+from minivllm.core.config import WEIGHT_BITS, KVCacheConfig
 from minivllm.core.module import Module, ModuleList
 from minivllm.models.layers import NoNorm, Scale
 from minivllm.models.linear.base import use_huge_pages
@@ -199,7 +199,7 @@ class Decoder(Module):
         spec, method = self.spec, self.linear_method
         if method in QUANTIZED:
             method = "torch_int8" if method.startswith("torch_") else "int8"
-        elif method == "fp8":
+        elif method in WEIGHT_BITS:
             method = self.backend.linear_method
         shared = self.embedding if spec.tie_word_embeddings or spec.pooler is not None else None
         if spec.pooler is not None:
@@ -447,7 +447,7 @@ class Decoder(Module):
 
     def _quantized_early(self) -> dict[str, Linear]:
         """Which linear layer a tensor belongs to, of those that are quantized as soon as they are whole."""
-        if self.linear_method not in (*QUANTIZED, "fp8"):
+        if self.linear_method not in (*QUANTIZED, *WEIGHT_BITS):
             return {}
         layers = [(self.spec.names.layer.format(i), layer) for i, layer in self.numbered_layers()]
         linears = [(at, x) for at, layer in layers for block in (layer.mixer, layer.mlp) for x in block.linears()]

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.config import WEIGHT_BITS, ModelFacts, stage_layers
+from minivllm.core.config import INTEGER_BITS, WEIGHT_BITS, ModelFacts, stage_layers
 from minivllm.models.hub import resolve_model
 
 __all__ = [
@@ -358,8 +358,8 @@ class LoadedModel:
         matrices = {name: math.prod(shape) for name, shape in shapes.items() if len(shape) == 2}
         embedding, head = matrices.pop(spec.names.embedding, 0), matrices.pop(spec.names.head, 0)
         products = sum(matrices.values())
-        if linear_kernel == "fp8":  # the output layer stays what it is
-            return total - products * (size - 1)
+        if linear_kernel not in INTEGER_BITS:  # the output layer stays what it is
+            return total - products * size + int(products * WEIGHT_BITS[linear_kernel]) // 8
         # the output layer has 8 bits, and is there besides the embeddings even if it is tied to them
         return total - (products + head) * size + embedding + int(products * WEIGHT_BITS[linear_kernel]) // 8
 

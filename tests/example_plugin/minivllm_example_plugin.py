@@ -11,7 +11,7 @@ from minivllm.lab.readers import register_reader
 from minivllm.lab.workload import Workload, WorkloadRequest
 from minivllm.lora.adapter import LoRARequest
 from minivllm.lora.resolver import register_lora_resolver
-from minivllm.models.linear.layer import register_linear_method
+from minivllm.models.linear.layer import register_linear_method, register_quantization
 from minivllm.models.linear.unquantized import TorchLinear
 from minivllm.models.spec import ConfigReader, DecoderSpec, family, llama
 from minivllm.runtime.executor import UniProcExecutor
@@ -30,6 +30,13 @@ class ExampleBackend(SDPABackend):
 
 class ExampleLinear(TorchLinear):
     """A linear method."""
+
+
+class ExampleRounded(TorchLinear):
+    """A quantization: weights are rounded when they are loaded."""
+
+    def process_weights_after_loading(self) -> None:
+        self.weights["weight"].copy_(self.weights["weight"].bfloat16())
 
 
 class LastInFirstOut(FCFS):
@@ -119,6 +126,7 @@ def register() -> None:
     family("ExampleForCausalLM", "example")(example_model)
     register_backend("example", ExampleBackend)
     register_linear_method("example", ExampleLinear)
+    register_quantization("example_rounded", ExampleRounded, bits=32)
     register_policy("example", LastInFirstOut)
     register_transform("example_only", Only)
     register_proposer("example", Successor)

@@ -42,7 +42,7 @@ if __name__ == "__main__":
     workload = read_workload(workload)
     assert [(r.arrival_time, len(r.prompt[0]), len(r.output)) for r in workload] == [(0.0, 5, 2), (1.5, 7, 3)]
 
-    other = connect_engine(EngineArgs(model=model, **sizes, **names))  # its process has loaded the plugin, too
+    other = connect_engine(EngineArgs(model=model, quantization="example_rounded", **sizes, **names))  # its process has loaded the plugin, too
     try:
         other.add_request("x", [3, 4], ask)
         while not (done := other.step()) or not done[0].finished:

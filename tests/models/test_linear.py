@@ -116,7 +116,9 @@ def test_a_method_can_be_registered_and_unknown_ones_are_refused(monkeypatch):
     assert layer.method_name == "twice" and torch.equal(layer(x), 2 * once)
     with pytest.raises(ValueError, match="exists already"):
         linear_layer.register_linear_method("twice", Twice)
-    with pytest.raises(ValueError, match="no linear method 'fast'; known: torch, batch_invariant, .*int8, .*, twice"):
+    with pytest.raises(
+        ValueError, match="no linear method 'fast'; known in this process: torch, batch_invariant, .*int8, .*, twice"
+    ):
         make_linear_method("fast")
     with pytest.raises(ValueError, match="has no bias"):
         layer.part("a", "bias")

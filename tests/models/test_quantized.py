@@ -1,5 +1,6 @@
 """Weights of 8 and 4 bits: the format against its bound, the matmuls against float64, whole models against transformers."""
 
+import argparse
 import copy
 import math
 
@@ -8,14 +9,17 @@ import torch
 from paged import PagedDecoder, make_decoder
 from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
 
-from minivllm.core.config import GROUP_SIZES, QUANTIZATIONS, WEIGHT_BITS, EngineArgs
+from minivllm.core.config import GROUP_SIZES, INTEGER_BITS, QUANTIZATIONS, WEIGHT_BITS, EngineArgs
+from minivllm.models.linear import layer as linear_layer
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.linear.grouped import GroupedWeight
-from minivllm.models.linear.layer import Linear
+from minivllm.models.linear.layer import Linear, register_quantization
 from minivllm.models.linear.quantized import PackedWeight, quantize
+from minivllm.models.linear.unquantized import TorchLinear
 from minivllm.models.loading import load_model
 
 CPU = torch.device("cpu")
+INT8, INT4 = "int8_per_channel_weight_only", "int4_per_group_weight_only"
 FORMATS = [(8, None), *((4, group) for group in GROUP_SIZES)]
 SHAPES = [(96, 64), (33, 100), (5, 24), (100, 150), (320, 576)]
 
@@ -188,7 +192,7 @@ def test_layers_are_quantized_as_soon_as_they_are_whole():
     assert kernels == sorted(kernels) and set(kernels) == {0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("kernel", WEIGHT_BITS)
+@pytest.mark.parametrize("kernel", INTEGER_BITS)
 def test_weight_bytes_are_what_the_products_hold(tiny_model_path, kernel):  # noqa: F811
     theirs = hf_model("llama")
     decoder = make_decoder(theirs, "numba_cpu", linear_method=kernel)
@@ -211,11 +215,11 @@ def test_what_cannot_be_is_said():
     with pytest.raises(ValueError, match="quantization must be one of 'int8_per_channel_weight_only', 'int4_per_group"):
         EngineArgs(quantization="gptq")
     with pytest.raises(ValueError, match=r'quantization_config\["group_size"\] must be one of 32, 64, 128; got 48'):
-        EngineArgs(quantization=QUANTIZATIONS[1], quantization_config={"group_size": 48})
+        EngineArgs(quantization=INT4, quantization_config={"group_size": 48})
     with pytest.raises(ValueError, match="must be {\"group_size\": n}, got {'size': 32}"):
-        EngineArgs(quantization=QUANTIZATIONS[1], quantization_config={"size": 32})
+        EngineArgs(quantization=INT4, quantization_config={"size": 32})
     with pytest.raises(ValueError, match="goes with quantization='int4_per_group_weight_only', not with 'int8"):
-        EngineArgs(quantization=QUANTIZATIONS[0], quantization_config={"group_size": 32})
+        EngineArgs(quantization=INT8, quantization_config={"group_size": 32})
     with pytest.raises(ValueError, match="implemented on the CPU, not on cuda"):
         explain_linear_method("int8", "gemv", torch.bfloat16, torch.device("cuda"), False)
     with pytest.raises(ValueError, match="float32 and bfloat16, not float16"):
@@ -227,7 +231,7 @@ def test_what_cannot_be_is_said():
         Linear(32, {"a": 32}, dtype=torch.float16, device=CPU, method="int8")
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("quantization", (INT8, INT4, "fp8"))
 def test_an_engine_explains_and_generates(tiny_model_path, quantization):  # noqa: F811
     from minivllm import LLM, SamplingParams
 
@@ -247,7 +251,7 @@ def test_the_reference_backend_refuses(tiny_model_path):  # noqa: F811
     from minivllm import LLM
 
     with pytest.raises(ValueError, match="attention_backend='reference'"):
-        LLM(tiny_model_path("qwen3"), quantization=QUANTIZATIONS[0], attention_backend="reference", num_gpu_blocks=40)
+        LLM(tiny_model_path("qwen3"), quantization=INT8, attention_backend="reference", num_gpu_blocks=40)
 
 
 def test_fp8_rounds_weights_and_each_token():
@@ -262,13 +266,68 @@ def test_fp8_rounds_weights_and_each_token():
     want = ((x / scale.float()).to(torch.float8_e4m3fn).double() * scale) @ rounded.T + bias.double()
     torch.testing.assert_close(layer(x).double(), want, rtol=1e-4, atol=1e-3)
     assert layer.method.value.q.nbytes == 48 * 64
-    with pytest.raises(ValueError, match="quantization='fp8' does not go with an attention backend that is batch-inv"):
+    with pytest.raises(
+        ValueError, match="quantization='fp8' cannot be used: it does not go with an attention .*batch-inv"
+    ):
         explain_linear_method("fp8", "torch", torch.float32, CPU, True)
 
 
-def test_the_flag():
-    import argparse
+class Halves(TorchLinear):
+    """Weights in half-floats."""
 
+    def problem(self, inputs, outputs, dtype, device):
+        """See `LinearMethod`."""
+        return None if dtype == torch.float32 else f"halves of float32, not of {dtype}"
+
+    def process_weights_after_loading(self):
+        """See `LinearMethod`."""
+        if "weight" in self.weights:
+            self.half = self.weights.pop("weight").half()
+
+    def apply(self, x):
+        """See `LinearMethod`."""
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+    @property
+    def weight(self):
+        return self.weights["weight"] if "weight" in self.weights else self.half.float()
+
+
+def test_a_quantization_of_ones_own(tiny_model_path, monkeypatch):  # noqa: F811
+    from minivllm import LLM, SamplingParams
+    from minivllm.engine.arguments import add_engine_arguments
+
+    with pytest.raises(ValueError, match="must be one of 'int8_per_.*', 'fp8'; got 'halves'"):
+        EngineArgs(quantization="halves")
+    for registry in (WEIGHT_BITS, QUANTIZATIONS, linear_layer._METHODS):
+        monkeypatch.setitem(registry, "halves", None)  # taken out again after the test
+    del linear_layer._METHODS["halves"]
+    register_quantization("halves", Halves, bits=16)
+    with pytest.raises(ValueError, match="exists already"):
+        register_quantization("halves", Halves, bits=16)
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    assert "halves" in next(line for line in parser.format_help().splitlines() if "{int8_per_channel" in line)
+    path, greedy = tiny_model_path("qwen3"), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
+    with LLM(path, quantization="halves", dtype="float32", num_gpu_blocks=40) as llm:
+        model = llm.llm_engine.core.executor.runner.model
+        assert {type(linear.method) for linear in model.linears()} == {Halves} and model.head.method_name != "halves"
+        assert not any("weight" in linear.method.weights for linear in model.linears())
+        weights = sum(linear.method.half.numel() for linear in model.linears())
+        found = llm.generate("abc", greedy, use_tqdm=False)[0].outputs[0]
+        for linear in model.linears():
+            linear.use("torch")  # keeps the weight
+        again = llm.generate("abc", greedy, use_tqdm=False)[0].outputs[0]
+    assert found.token_ids == again.token_ids
+    assert found.cumulative_logprob == pytest.approx(again.cumulative_logprob, abs=1e-4)
+    loaded = load_model(path)
+    whole, half = (loaded.facts(16, "float32", kernel).weight_bytes for kernel in (None, "halves"))
+    assert whole - half == 2 * weights
+    with pytest.raises(ValueError, match="quantization='halves' cannot be used: halves of float32, not of torch.bf"):
+        LLM(path, quantization="halves", dtype="bfloat16", num_gpu_blocks=40)
+
+
+def test_the_flag():
     from minivllm.engine.arguments import add_engine_arguments, engine_args_from
 
     parser = argparse.ArgumentParser()
@@ -287,7 +346,7 @@ TEXT = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", QUANTIZATIONS[:2])
+@pytest.mark.parametrize("quantization", [INT8, INT4])
 @pytest.mark.parametrize("budget", [8, 512])  # by vectors, and by tiles where there are any
 def test_smollm2_mostly_chooses_the_same_tokens(llm, quantization, budget):
     from minivllm import LLM, SamplingParams

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from minivllm.core.config import INTEGER_BITS, WEIGHT_BITS
 from minivllm.models.linear.layer import make_linear_method
 
 _NO_NUMBA = "numba is not installed (pip install 'minivllm[kernels]')"
@@ -24,7 +25,7 @@ def explain_linear_method(
     """(method of a model's linear layers, and why). Single layers of odd sizes may get `torch`.
 
     Args:
-        name: one of `QUANTIZED` that the user asked for, or None.
+        name: the method that the user asked for by `quantization`, or None.
         wanted: the method that goes with the attention backend, its `linear_method`.
         batch_invariant: the backend's.
         checkpoint: its `quantization_config`, if it is quantized: then this is about the weights that are not.
@@ -39,12 +40,15 @@ def explain_linear_method(
             raise ValueError(f"the checkpoint is quantized already ({method}): leave out quantization")
         chosen, why = explain_linear_method(None, wanted, dtype, device, batch_invariant)
         return chosen, f"{why}; what the checkpoint quantized ({method}) is multiplied as it is"
-    if name == "fp8":
-        if batch_invariant:
-            raise ValueError("quantization='fp8' does not go with an attention backend that is batch-invariant")
-        return name, "weights and activations of 8 bits, a scale for each output and each token; output layer whole"
-    if name is not None:
+    if name in INTEGER_BITS:
         return _explain_quantized(name, wanted, dtype, device, batch_invariant)
+    if name is not None:
+        problem = make_linear_method(name).problem(64, 64, dtype, device)
+        if batch_invariant:
+            problem = "it does not go with an attention backend that is batch-invariant"
+        if problem:
+            raise ValueError(f"quantization={name!r} cannot be used: {problem}")
+        return name, f"{WEIGHT_BITS[name]:g} bits for each weight, rounded at load; the output layer stays as it is"
     if batch_invariant:
         return "batch_invariant", "the attention backend asks for rows that do not depend on the batch"
     if wanted == "torch":

@@ -10,16 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minivllm.core.config import WEIGHT_BITS
+from minivllm.core.config import INTEGER_BITS, QUANTIZATIONS, WEIGHT_BITS
 from minivllm.core.module import Module
 from minivllm.models.linear.base import LinearMethod
 from minivllm.models.linear.grouped import QuantizedWeight, StoredLinear
 from minivllm.models.linear.unquantized import matmul_by_tiles
 from minivllm.models.parallel import TensorGroup
 
-QUANTIZED = (*WEIGHT_BITS, *(f"torch_{name}" for name in WEIGHT_BITS))
-
-
+QUANTIZED = (*INTEGER_BITS, *(f"torch_{name}" for name in INTEGER_BITS))
 """Methods that round a weight to 8 bits, or to 4 with a scale for every group of inputs, when it is loaded."""
 
 
@@ -50,6 +48,24 @@ def register_linear_method(name: str, make: str | Callable[[], LinearMethod]) ->
     _METHODS[name] = make
 
 
+def register_quantization(name: str, make: str | Callable[[], LinearMethod], bits: float) -> None:
+    """Let `quantization` name a linear method that rounds the weights of a checkpoint when they are loaded.
+
+    All linear layers get it but the output layer. A cell may call this for an engine of its own process; the engine
+    process of a server and the workers of several ranks know what a plugin registers.
+
+    Args:
+        make: the `LinearMethod`, see `register_linear_method`. What it takes from `weights` in
+            `process_weights_after_loading` is let go, layer by layer. Its `problem` says what it cannot do.
+        bits: what a weight takes, its share of the scales included; the rest of the memory is for the KV cache.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    register_linear_method(name, make)
+    WEIGHT_BITS[name], QUANTIZATIONS[name] = bits, name
+
+
 def make_linear_method(name: str) -> LinearMethod:
     """A new method object of this name.
 
@@ -58,7 +74,10 @@ def make_linear_method(name: str) -> LinearMethod:
         ImportError: what it stands on is not installed.
     """
     if name not in _METHODS:
-        raise ValueError(f"no linear method {name!r}; known: {', '.join(_METHODS)}")
+        raise ValueError(
+            f"no linear method {name!r}; known in this process: {', '.join(_METHODS)};"
+            " a plugin makes one known in all, a cell only in its own"
+        )
     make = _METHODS[name]
     if isinstance(make, str):
         module, _, attribute = make.partition(":")
@@ -70,7 +89,7 @@ def stored_linear(name: str, parts: Mapping[str, int], dtype: torch.dtype) -> St
     """The method for a weight that comes quantized, in the place of the one of this name."""
     if name in ("batch_invariant", "cpu_invariant"):
         return StoredLinear(parts, dtype, matmul_by_tiles)
-    if name in ("cpu", *WEIGHT_BITS) and dtype in (torch.float32, torch.bfloat16):
+    if name in ("cpu", *INTEGER_BITS) and dtype in (torch.float32, torch.bfloat16):
         from minivllm.models.linear.quantized import CPUStoredLinear
 
         return CPUStoredLinear(parts, dtype)
