@@ -548,6 +548,7 @@ class MachineFacts:
         attention_backend: the backend chosen for "auto" (or the one asked for).
         attention_backend_why: the reason for it.
         linear_kernel, linear_kernel_why: the matmuls that the model gets, and the reason for them.
+        sums_by_peers, sums_by_peers_why: whether ranks add up in each other's memory, and the reason.
     """
 
     device: str
@@ -559,6 +560,8 @@ class MachineFacts:
     attention_backend_why: str
     linear_kernel: str = "torch"
     linear_kernel_why: str = "default"
+    sums_by_peers: bool = False
+    sums_by_peers_why: str = "default"
 
 
 _INT4 = "int4_per_group_weight_only"
@@ -645,6 +648,7 @@ class _ModelArgs:
     data_parallel_size: int = _arg(1, "whole engines behind one server")
     data_parallel_router: str = _arg("prefix_aware", "which of them gets a request", ROUTER_NAMES)
     enable_expert_parallel: bool = _arg(False, "ranks that share a layer hold whole experts, not a part of each")
+    disable_custom_all_reduce: bool = _arg(False, "ranks on GPUs add up by NCCL alone, not in each other's memory")
     seed: int = _arg(0, "of the requests that bring no seed of their own, and of dummy weights")
 
 
@@ -994,6 +998,8 @@ def _explain_machine(args: EngineArgs, machine: MachineFacts) -> list[Decision]:
     if machine.device == "cpu" and not args.enforce_eager:
         why = "ranks add up between the matmuls, so a step cannot be one launch"
         decisions.append(Decision("enforce_eager", True, why))
+    if args.tensor_parallel_size > 1:
+        decisions.append(Decision("disable_custom_all_reduce", not machine.sums_by_peers, machine.sums_by_peers_why))
     return decisions
 
 

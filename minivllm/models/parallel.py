@@ -4,7 +4,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -88,25 +88,41 @@ class Stage:
         return both[0], both[1]
 
 
+class Adder(Protocol):
+    """Adds up tensors of the ranks without torch.distributed."""
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether it can add up tensors like this one. All ranks must say the same."""
+        ...
+
+    def __call__(self, x: Tensor) -> None:
+        """x becomes the sum of the ranks' tensors: the same bits on every rank."""
+        ...
+
+
 class TensorGroup:
     """The ranks that hold every layer together, seen from one of them.
 
     Args:
         share: which part this rank has.
         group: the processes, as torch.distributed knows them; None for all.
+        adder: adds up what it takes; None for nothing.
 
     Attributes:
         calls, bytes: of all joins so far; bytes of what this rank put in.
     """
 
-    def __init__(self, share: Share, group: Any = None) -> None:
-        self.share, self._group = share, group
+    def __init__(self, share: Share, group: Any = None, adder: Adder | None = None) -> None:
+        self.share, self._group, self._adder = share, group, adder
         self.calls = self.bytes = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of what the ranks have, in place. The same bits on every rank."""
         self._count(x)
-        dist.all_reduce(x, group=self._group)
+        if self._adder is not None and self._adder.takes(x):
+            self._adder(x)
+        else:
+            dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -36,8 +36,10 @@ from minivllm.models.pooling import pooling_facts
 from minivllm.multimodal.encoder import TowerEncoder, load_encoder
 from minivllm.runtime.machine import (
     choose_device,
+    choose_sums,
     cpu_quota,
     has_native_bf16,
+    keep_freed_memory,
     limit_threads,
     machine_facts,
     settle_vector_math,
@@ -186,7 +188,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
     linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about, loaded.quantization)
     facts = with_drafter(facts, args, loaded, dtype.value)
-    machine = machine_facts(device, (backend.name, why), linear)
+    machine = machine_facts(device, (backend.name, why), linear, choose_sums(device, args))
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 
 
@@ -280,6 +282,7 @@ class UniProcExecutor:
     ) -> None:
         self.config, self.kv_cache_config = plan.config, plan.config.kv_cache
         decoder = plan.decoder or load_decoder(plan)
+        keep_freed_memory()  # not before the weights are loaded
         self._runner: ModelRunner | None = ModelRunner(
             decoder, plan.backend, plan.config, transforms, grammar, make_encoder(plan)
         )

@@ -23,6 +23,7 @@ from minivllm.core.speculative import SpeculativeConfig
 from minivllm.lora.adapter import AdapterError
 from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder, Media
+from minivllm.models.linear.base import use_huge_pages
 from minivllm.models.mixers.moe import ExpertLoads
 from minivllm.multimodal.mrope import MRope
 from minivllm.multimodal.outputs import EncoderOutputs, MediaEncoder
@@ -44,11 +45,13 @@ from minivllm.spec_decode.rejection import Draft, RejectionSampler
 
 
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU memory is only taken when a page is first touched."""
+    """Zeros; on a CPU memory is only taken when a page is first touched, a huge page if the system has them."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    memory = torch.from_numpy(np.zeros(num_bytes, np.uint8))
+    use_huge_pages(memory, filled=False)
+    return memory.view(dtype).view(shape)
 
 
 def new_kv_caches(

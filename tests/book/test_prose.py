@@ -31,6 +31,7 @@ PREMISES = {
     "sampling/automaton": "50000",
     "numba_kernels/index": "2.5",
     "numba_kernels/cuda/planning": "16000",
+    "numba_kernels/cuda/all_reduce": "36 73",
     "numba_kernels/cuda/wgmma": "9.0",
     "numba_kernels/cuda/decode": "132 256",
     "numba_kernels/cuda/fp8": "8.9 65504",

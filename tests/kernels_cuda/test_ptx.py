@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from chapter import chapter_cells
 
-from minivllm_kernels.cuda import cache, decode, gemv, launch, lora, pointwise, prefill, prefill_hopper
+from minivllm_kernels.cuda import all_reduce, cache, decode, gemv, launch, lora, pointwise, prefill, prefill_hopper
 from minivllm_kernels.cuda.planning import AttentionShape
 
 INSTALL = 'pip install "numba-cuda[cu13]>=0.30" "nvidia-nvvm==13.0.*" "nvidia-cuda-nvcc==13.0.*"'
@@ -70,6 +70,8 @@ KERNELS = {
     "gemv fma, gated": (lambda: gemv.fma_gemv(FP16, 1032, 4, True), 64),
     "gemv mma": (lambda: gemv.mma_gemv(BF16, 3072, 8, 8), 168),
     "gemv mma, gated": (lambda: gemv.mma_gemv(FP16, 1000, 16, 2, True), 168),
+    "all-reduce": (lambda: all_reduce.one_shot(BF16, 2), 64),
+    "all-reduce, 8 ranks": (lambda: all_reduce.one_shot("float32", 8), 64),
     "silu": (lambda: pointwise.silu_mul(FP16, 4096), 64),
     "lora shrink": (lambda: lora.lora_shrink(BF16, 3072), 128),
     "lora expand": (lambda: lora.lora_expand(FP16), 128),

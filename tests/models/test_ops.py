@@ -153,11 +153,16 @@ def test_a_row_is_the_same_in_any_company(dtype):
 @DTYPES
 @pytest.mark.parametrize(("rows", "top"), [(1, 1), (5, 3), (400, 8)])
 @pytest.mark.parametrize("size", [48, 20])
-def test_what_experts_found_is_weighed(ops, dtype, rows, top, size):
-    outputs, weights = torch.randn(rows, top, size).to(dtype), torch.rand(rows, top)
-    order = torch.randperm(rows * top)
-    got = make_layer_ops(ops).weigh(outputs.flatten(0, 1)[order], order, weights)
-    close(got, torch.einsum("tkn,tk->tn", outputs.double(), weights.double()))
+def test_tokens_are_sorted_by_expert_and_put_back(ops, dtype, rows, top, size):
+    x, weights, ops = torch.randn(rows, size).to(dtype), torch.rand(rows, top), make_layer_ops(ops)
+    ids = torch.stack([torch.randperm(11)[:top] for _ in range(rows)])
+    sorted_rows, places, counts = ops.moe_permute(x, ids, 11)
+    assert counts.tolist() == ids.flatten().bincount(minlength=11).tolist()
+    assert torch.equal(sorted_rows, x[torch.tensor(sorted(range(rows * top), key=lambda i: ids.flatten()[i])) // top])
+    assert torch.equal(sorted_rows[places], x[:, None].expand(-1, top, -1))
+    outputs = sorted_rows * torch.arange(11).repeat_interleave(counts)[:, None].to(dtype)
+    want = torch.einsum("tkn,tk->tn", outputs[places].double(), weights.double())
+    close(ops.moe_unpermute(outputs, places, weights), want)
 
 
 @OPS

@@ -51,6 +51,21 @@ def logits_of(decoder: Decoder) -> torch.Tensor:
     return torch.cat([paged.step({"a": 30})["a"], paged.step({"a": 11})["a"]])
 
 
+def test_a_group_gives_an_adder_what_it_takes(monkeypatch):
+    class Doubles:
+        takes = staticmethod(lambda x: x.numel() < 5)
+
+        def __call__(self, x):
+            x *= 2
+
+    left = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, group: left.append((x, group)))
+    group, small, large = TensorGroup(Share(0, 2), "these", Doubles()), torch.ones(2, 2), torch.ones(5)
+    assert group.all_reduce(small) is small and group.all_reduce(large) is large
+    assert small.tolist() == [[2, 2], [2, 2]] and large.tolist() == [1] * 5
+    assert [(x is large, whose) for x, whose in left] == [(True, "these")] and group.calls == 2
+
+
 @torch.inference_mode()
 def want(name: str) -> torch.Tensor:
     return hf_model(name)(torch.tensor([PROMPT])).logits[0]

@@ -445,8 +445,9 @@ def call(b, function: Int, argument: Int, second: Int):
     b.call(b.inttoptr(function, entry.as_pointer()), [argument, second])
 
 
-def ask_for(b: Any, pointer: Any) -> None:
-    to_read, keep_near, data = (ir.Constant(I32, x) for x in (0, 3, 1))
+def ask_for(b: Any, pointer: Any, near: int = 3) -> None:
+    """Prefetch a cache line. near: 3 for the first cache, 2 for the second."""
+    to_read, keep_near, data = (ir.Constant(I32, x) for x in (0, near, 1))
     call_llvm(b, "prefetch.p0", ir.VoidType(), pointer, to_read, keep_near, data)
 
 

@@ -21,15 +21,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minivllm.attention.numba_cuda import cuda_ops
 from minivllm.attention.select import make_backend
 from minivllm.core.config import EngineArgs, EngineConfig, MachineFacts, stage_groups, stage_layers
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.plugins import load_plugins
-from minivllm.models.parallel import Share, Stage, TensorGroup
+from minivllm.models.parallel import Adder, Share, Stage, TensorGroup
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import EnginePlan, load_decoder, measure_memory, read_model
 from minivllm.runtime.executors.broadcast import Frames, Ring
-from minivllm.runtime.machine import settle_vector_math
+from minivllm.runtime.machine import keep_freed_memory, settle_vector_math
 from minivllm.runtime.model_runner import ModelRunner
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
@@ -127,23 +128,18 @@ class Worker:
         self.group: TensorGroup | None = None
         self.runner: ModelRunner | None = None
         self._samples: SampleLog = {}
+        self._adders: dict[int, Adder] = {}  # by ranks in a group; their memory stays until the process ends
 
     def load_model(self, config: EngineConfig, machine: MachineFacts) -> tuple[int, int] | None:
         """Read the weights. Returns what `measure_memory` finds."""
         settle_vector_math()
         args = config.args
-        self.group = self._join(args) if args.tensor_parallel_size > 1 else None
+        self.group = self._join(args, machine) if args.tensor_parallel_size > 1 else None
         plan = EnginePlan(config, read_model(args), make_backend(config.attention_backend), machine)
         self.stage = self._find_stage(plan)
         self.plan = replace(plan, decoder=(decoder := load_decoder(plan, self.group, self.stage)))
         self.grammar = LateGrammar(self.plan)
         return measure_memory(self.plan, decoder)
-
-    def _join(self, args: EngineArgs) -> TensorGroup:
-        """The ranks of this one's stage. All ranks make all groups, as torch wants it."""
-        size = args.tensor_parallel_size
-        groups = [dist.new_group(list(range(at, at + size))) for at in range(0, self.size, size)]
-        return TensorGroup(Share(self.rank % size, size, args.enable_expert_parallel), groups[self.rank // size])
 
     def _find_stage(self, plan: EnginePlan) -> Stage:
         """Which layers this rank has."""
@@ -165,7 +161,23 @@ class Worker:
         config = replace(config, kv_cache=local)
         self.plan = replace(self.plan, config=config)
         assert self.plan.decoder is not None, "load_model comes first"
+        keep_freed_memory()  # not before the weights are loaded
         self.runner = ModelRunner(self.plan.decoder, self.plan.backend, config, (), self.grammar)  # type: ignore[arg-type]
+
+    def _join(self, args: EngineArgs, machine: MachineFacts) -> TensorGroup:
+        """The ranks of this one's stage. All ranks make all groups, as torch wants it."""
+        size = args.tensor_parallel_size
+        groups = [dist.new_group(list(range(at, at + size))) for at in range(0, self.size, size)]
+        share, group = Share(self.rank % size, size, args.enable_expert_parallel), groups[self.rank // size]
+
+        def exchange(handle: bytes) -> list[bytes]:
+            handles: list[Any] = [None] * size
+            dist.all_gather_object(handles, handle, group)
+            return handles
+
+        if machine.sums_by_peers and size not in self._adders:
+            self._adders[size] = cuda_ops().PeerAllReduce(share.rank, size, exchange)
+        return TensorGroup(share, group, self._adders[size] if machine.sums_by_peers else None)
 
     def keep_samples(self, on: bool) -> None:
         """Send what the sampler sees along with the results from now on, or stop."""
