@@ -13,7 +13,7 @@ from minivllm.core.config import EngineArgs, KVCacheGroup, KVCacheSpec, stage_gr
 from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
 from minivllm.models.linear.layer import Shard
-from minivllm.models.parallel import Share, Stage
+from minivllm.models.parallel import Share, Stage, TensorGroup
 
 
 @pytest.fixture(autouse=True)
