@@ -9,21 +9,20 @@ import sys
 from typing import Any
 
 import numpy as np
+from worker import fill_batch, load_llama
 
 
 def llama_cpp(model: str, pieces: list[list[int]], threads: int) -> np.ndarray:
     """Of a GGUF file, by llama.cpp."""
-    from llama_cpp import Llama
-
     length = len(pieces[0])
-    llm = Llama(
-        model, n_ctx=length, n_batch=length, n_threads=threads, n_threads_batch=threads, logits_all=True, verbose=False
-    )
+    lib, context, batch, vocabulary = load_llama(model, threads, length, 1)
     found = []
     for piece in pieces:
-        llm.reset()
-        llm.eval(piece)
-        found.append(llm.scores[:length].astype(np.float32))
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        fill_batch(batch, [(token, position, 0, True) for position, token in enumerate(piece)])
+        if lib.llama_decode(context, batch):
+            raise RuntimeError("llama_decode failed")
+        found.append(np.ctypeslib.as_array(lib.llama_get_logits(context), (length, vocabulary)).copy())
     return np.stack(found)
 
 

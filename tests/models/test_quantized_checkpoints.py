@@ -23,7 +23,7 @@ from minivllm.models.loading import CheckpointError, load_model
 from minivllm.models.quantization import formats
 from minivllm.models.quantization.codes import BitsAndBytes
 from minivllm.models.quantization.compressed import CompressedTensors
-from minivllm.models.quantization.formats import Parts
+from minivllm.models.quantization.formats import AWQ, GPTQ, Parts
 from minivllm.runtime.executor import plan_engine
 
 
@@ -248,6 +248,24 @@ def test_weights_that_compressed_tensors_wrote(name):
     tensors = {key.removeprefix(name): t for key, t in COMPRESSORS.items() if key.startswith(f"{name}.")}
     found = CompressedTensors({"format": kind, "config_groups": {"group_0": group}}).decode(Parts("X", tensors))
     assert torch.equal(found[".weight"].dequantize().bfloat16(), COMPRESSORS[f"{name}=exact"])
+
+
+GPTQMODEL = load_file(Path(__file__).parent / "gptqmodel_7_6.safetensors")
+"""Random weights that gptqmodel 7.6.0 packed, each with `=exact`, what its own layer makes of them, in float16."""
+PACKERS = {
+    "gptq": GPTQ({"bits": 4, "group_size": 32}),
+    "gptq-act-order": GPTQ({"bits": 4, "group_size": 32, "desc_act": True, "checkpoint_format": "gptq"}),
+    "gptq-8": GPTQ({"bits": 8, "group_size": 32, "desc_act": True}),
+    "gptq_v2": GPTQ({"bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}),
+    "awq": AWQ({"bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
+}
+
+
+@pytest.mark.parametrize("name", PACKERS)
+def test_weights_that_gptqmodel_wrote(name):
+    tensors = {key.removeprefix(name): t for key, t in GPTQMODEL.items() if key.startswith(f"{name}.")}
+    weight = PACKERS[name].decode(Parts("X", tensors))[".weight"].dequantize()
+    assert torch.equal(weight.half(), GPTQMODEL[f"{name}=exact"])
 
 
 PREFIX = "model.layers.1.mlp.down_proj"
