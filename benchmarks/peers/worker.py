@@ -40,17 +40,23 @@ def _all_together(llm: Any, sampling_params: Any) -> Run:
     return run
 
 
-def minivllm(model: str, dtype: str, threads: int, prefix_caching: bool = True) -> Run:
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+def minivllm(
+    model: str, dtype: str, threads: int, prefix_caching: bool = True, drafts: dict[str, Any] | None = None
+) -> Run:
     import torch
 
     from minivllm import LLM, SamplingParams
 
     torch.set_num_threads(threads)
     limits = {"max_model_len": MAX_LEN, "max_num_seqs": MAX_SEQS, "kv_cache_memory_bytes": KV_BYTES}
-    return _all_together(LLM(model, dtype=dtype, enable_prefix_caching=prefix_caching, **limits), SamplingParams)
+    llm = LLM(model, dtype=dtype, enable_prefix_caching=prefix_caching, speculative_config=drafts, **limits)
+    return _all_together(llm, SamplingParams)
 
 
-def vllm_cpu(model: str, dtype: str, threads: int) -> Run:
+def vllm_cpu(model: str, dtype: str, threads: int, drafts: dict[str, Any] | None = None) -> Run:
     os.environ |= {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -59,7 +65,8 @@ def vllm_cpu(model: str, dtype: str, threads: int) -> Run:
     }
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model, dtype=dtype, max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS, disable_log_stats=True)
+    limits = {"max_model_len": MAX_LEN, "max_num_seqs": MAX_SEQS, "disable_log_stats": True}
+    llm = LLM(model, dtype=dtype, speculative_config=drafts, **limits)
     return _all_together(llm, SamplingParams)
 
 
@@ -99,13 +106,8 @@ def load_llama(model: str, threads: int, tokens: int, sequences: int) -> tuple[A
     how.use_extra_bufts = not crashes_with_tiles()
     loaded = llama_cpp.llama_model_load_from_file(model.encode(), how)
     params = llama_cpp.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max, params.kv_unified = (
-        tokens,
-        2048,
-        512,
-        sequences,
-        True,
-    )
+    params.n_ctx, params.n_batch, params.n_ubatch = tokens, 2048, 512
+    params.n_seq_max, params.kv_unified = sequences, True
     params.n_threads = params.n_threads_batch = threads
     context = llama_cpp.llama_init_from_model(loaded, params)
     vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(loaded))
@@ -161,8 +163,12 @@ def llama_batch(model: str, dtype: str, threads: int) -> Run:
     return run
 
 
-def llama_server(model: str, dtype: str, threads: int) -> Run:
-    """llama.cpp's own server; requests beyond its slots wait there."""
+LLAMA_DRAFTS = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "4")
+"""Its own sizes, 12 and 48, hardly ever match in a short text."""
+
+
+def llama_server(model: str, dtype: str, threads: int, *drafts: str) -> Run:
+    """llama.cpp's own server; requests beyond its slots wait there. drafts: arguments of its speculation."""
     import socket
     from concurrent.futures import ThreadPoolExecutor
     from http.client import HTTPConnection
@@ -172,7 +178,7 @@ def llama_server(model: str, dtype: str, threads: int) -> Run:
         port = free.getsockname()[1]
     program = Path(sys.executable).with_name("llama-server")
     arguments = {"-m": model, "-t": threads, "-tb": threads, "-np": slots, "-c": CACHE_TOKENS, "--port": port}
-    server = subprocess.Popen([str(program), *(str(part) for pair in arguments.items() for part in pair)])
+    server = subprocess.Popen([str(program), *(str(part) for pair in arguments.items() for part in pair), *drafts])
     SERVERS.append(server)
 
     def ask(method: str, path: str, body: Any = None) -> tuple[int, Any]:
@@ -266,10 +272,18 @@ def transformers_continuous(model: str, dtype: str, threads: int) -> Run:
 PEERS: dict[str, Callable[[str, str, int], Run]] = {
     "minivllm": minivllm,
     "minivllm-uncached": partial(minivllm, prefix_caching=False),
+    "minivllm-ngram": partial(minivllm, drafts=DRAFTS),
+    # it would know the answers of earlier rounds, which are much the same
+    "minivllm-suffix": partial(
+        minivllm,
+        drafts={"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 0},
+    ),
     "vllm-cpu": vllm_cpu,
+    "vllm-cpu-ngram": partial(vllm_cpu, drafts=DRAFTS),
     "llama-cpp-python": llama_cpp_python,
     "llama-batch": llama_batch,
     "llama-server": llama_server,
+    "llama-server-ngram": lambda *about: llama_server(*about, *LLAMA_DRAFTS),
     "transformers": transformers_generate,
     "transformers-cb": transformers_continuous,
 }

@@ -642,7 +642,9 @@ class _ModelArgs:
     load_format: str = _arg("auto", "where weights come from", ("auto", "safetensors", "gguf", "dummy"))
     dtype: str = _arg("auto", "of weights and activations", ("auto", "float32", "bfloat16", "float16"))
     device: str = _arg("auto", "where to compute", ("auto", "cpu", "cuda"))
-    distributed_executor_backend: str | None = _arg(None, "uni: in the engine's process; mp: one a rank")
+    distributed_executor_backend: str | None = _arg(
+        None, "uni: in the engine's process; mp: one a rank; ray: actors; external_launcher: torchrun"
+    )
     tensor_parallel_size: int = _arg(1, "ranks that share every layer")
     pipeline_parallel_size: int = _arg(1, "stages, each with some of the layers")
     data_parallel_size: int = _arg(1, "whole engines behind one server")
@@ -753,7 +755,11 @@ class EngineArgs(_ModelArgs):
             )
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError("enable_expert_parallel needs tensor_parallel_size of at least 2")
-        if self.executor == "mp" and self.speculative is not None and not isinstance(self.speculative.method, str):
+        if (
+            self.executor in ("mp", "ray")
+            and self.speculative is not None
+            and not isinstance(self.speculative.method, str)
+        ):
             raise ValueError(
                 "speculative_config: a proposer that is an object cannot be handed to worker processes;"
                 " it needs distributed_executor_backend='uni'"
@@ -772,6 +778,11 @@ class EngineArgs(_ModelArgs):
                     else f"speculative_config of method {drafts!r}"
                 )
                 raise ValueError(f"kv_transfer_config is not implemented with {what}")
+            if self.executor == "external_launcher" and self.kv_transfer.kv_connector != "OffloadingConnector":
+                raise ValueError(
+                    "with distributed_executor_backend='external_launcher' all processes must find the same blocks;"
+                    f" kv_connector {self.kv_transfer.kv_connector!r} does not promise that"
+                )
             if not self.enable_prefix_caching:
                 raise ValueError("kv_transfer_config finds blocks by their prefix; it needs enable_prefix_caching")
         if self.pipeline_parallel_size > 1 and (drafts is not None or self.async_scheduling):
@@ -1018,7 +1029,7 @@ def _check_drafts(args: EngineArgs, model: ModelFacts, mode: str) -> None:
     if args.speculative is None:
         return
     method = args.speculative.method
-    if method in ("draft_model", "medusa", "eagle", "mtp"):
+    if method in ("draft_model", "medusa", "eagle", "eagle3", "mtp"):
         raise ValueError(
             f"speculative_config: model {model.name!r} has state-space layers, for which method {method!r} is not implemented;"
             " ngram, suffix, synthetic and objects are"

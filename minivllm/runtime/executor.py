@@ -326,7 +326,7 @@ class UniProcExecutor:
         result = getattr(self.runner, method)(*args, **(kwargs or {}))
         future: Future[list[Any]] = Future()
         if isinstance(result, Future):
-            result.add_done_callback(lambda done: _pass_on(done, future))
+            result.add_done_callback(lambda done: pass_on(done, future))
         else:
             future.set_result([result])
         return future if non_block else future.result(timeout)
@@ -347,7 +347,8 @@ class UniProcExecutor:
             torch.cuda.empty_cache()
 
 
-def _pass_on(done: "Future[Any]", future: "Future[list[Any]]") -> None:
+def pass_on(done: "Future[Any]", future: "Future[list[Any]]") -> None:
+    """Give a future that is done to one that is waited for, as a list of one."""
     if (error := done.exception()) is not None:
         future.set_exception(error)
     else:

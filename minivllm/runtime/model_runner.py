@@ -271,8 +271,8 @@ class ModelRunner:
             hidden, last, rows = self._forward_buffered(step, arrays, self.buffer, media)
         if self.expert_loads.counts:
             pending.loads = self.expert_loads.take()
-        if self.drafter is not None and self.drafter.reads:
-            self._states = step, hidden
+        if self.drafter is not None:
+            hidden = self._keep_states(self.drafter, step, hidden)
         if not self.model.stage.is_last:
             self.batch.num_computed[step.rows] += step.counts
             self.batch.append_tokens(step.rows[chosen], ~step.rows[chosen])  # `learn` will name them
@@ -466,6 +466,12 @@ class ModelRunner:
             drafter.read(states)
         requests = [r for name, new in sampled.items() if (r := self._draft_request(name, new[-1])) is not None]
         return drafter.propose(requests, len(sampled))
+
+    def _keep_states(self, drafter: Drafter, step: StepInputs, hidden: Tensor) -> Tensor:
+        """Keep what a proposer reads until the step's tokens are known. Returns the hidden states alone, [T, hidden_size]."""
+        if drafter.reads:
+            self._states = step, hidden
+        return hidden[:, : self.model.spec.hidden_size].contiguous()
 
     def _hidden_states(self, step: StepInputs, hidden: Tensor) -> list[HiddenStates]:
         """What a proposer reads: of requests that go on, the states of all places whose next token is certain."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minivllm.core.speculative import PROPOSERS, SpeculativeConfig
 from minivllm.spec_decode.draft_model import DraftHost, load_draft_model
+from minivllm.spec_decode.eagle3 import load_eagle3
 from minivllm.spec_decode.heads import load_eagle, load_medusa
 from minivllm.spec_decode.mtp import load_mtp
 from minivllm.spec_decode.proposers import (
@@ -185,6 +186,7 @@ def make_proposer(config: SpeculativeConfig, host: DraftHost | None = None) -> P
         "draft_model": load_draft_model,
         "medusa": load_medusa,
         "eagle": load_eagle,
+        "eagle3": load_eagle3,
         "mtp": load_mtp,
     }
     if config.method in loaders and host is not None:

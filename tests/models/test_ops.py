@@ -50,6 +50,22 @@ def test_add_rms_norm(ops, dtype, rows, size):
 
 
 @OPS
+@DTYPES
+@ROWS
+@pytest.mark.parametrize("size", [576, 20])
+def test_add_into_rows_that_lie_apart(ops, dtype, rows, size):
+    ops, out = make_layer_ops(ops), torch.full((rows, 3 * size), 7.0).to(dtype)
+    x, stream = (torch.randn(rows, size).to(dtype) for _ in range(2))
+    want = out.clone()
+    want[:, size : 2 * size] = x + stream
+    ops.add_into(x, stream, out[:, size : 2 * size])
+    assert torch.equal(out, want)
+    want[:, :size] = x
+    ops.add_into(x, None, out[:, :size])
+    assert torch.equal(out, want)
+
+
+@OPS
 @pytest.mark.parametrize(("dtype", "offset"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
 def test_a_norm_with_a_weight_of_its_own_dtype_or_a_wider_one(ops, dtype, offset):
     norm = RMSNorm(40, 1e-2, make_layer_ops(ops), dtype=dtype, device=CPU, offset=offset)

@@ -184,7 +184,7 @@ def test_what_cannot_be_split_is_refused_by_name():
         spec_from_config(hf_config("mixtral").to_dict()).layers[0].mlp.split(Share(0, 3, True))
     with pytest.raises(ValueError, match="enable_expert_parallel needs tensor_parallel_size"):
         EngineArgs(enable_expert_parallel=True)
-    for method in ("draft_model", "eagle"):
+    for method in ("draft_model", "eagle", "eagle3"):
         with pytest.raises(ValueError, match=f"method '{method}' is implemented for one rank"):
             EngineArgs(
                 tensor_parallel_size=2,

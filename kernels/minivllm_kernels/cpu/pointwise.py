@@ -66,6 +66,33 @@ def add_norm(bits: int, lanes: int, eps_bits: int) -> Callable[[Any], None]:
     return body
 
 
+(APART_X, APART_Y, APART_OUT, APART_SIZE, APART_STRIDE) = range(OWN + 1, OWN + 6)
+"""Arguments of `add_apart`: addresses of x, of y or 0, and of the result; numbers in a row, and from one row of the result to the
+next. The work items are rows."""
+
+
+def add_apart(bits: int, lanes: int) -> Callable[[Any], None]:
+    """Body of the kernel that writes x + y, or x alone, to rows that may lie apart."""
+    L = lanes
+
+    def body(args):
+        x, y, out = floats_at(args[APART_X], bits), floats_at(args[APART_Y], bits), floats_at(args[APART_OUT], bits)
+        size = args[APART_SIZE]
+        while True:
+            begin = claim(args, NEXT, args[AT_ONCE])
+            if begin >= args[COUNT]:
+                break
+            for row in range(begin, min(begin + args[AT_ONCE], args[COUNT])):
+                at, to = row * size, row * args[APART_STRIDE]
+                for i in range(0, size, L):
+                    value = load(x, at + i, L)
+                    if args[APART_Y] != 0:
+                        value = value + load(y, at + i, L)
+                    store(out, to + i, value)
+
+    return body
+
+
 (GATED_X, GATED_OUT, GATED_SIZE) = range(OWN + 1, OWN + 4)
 """Arguments of `gated_silu`: addresses of the rows of gate and up, side by side, and of the result; numbers in a row of the
 result. The work items are rows."""

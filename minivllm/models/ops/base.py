@@ -69,6 +69,10 @@ class LayerOps(Module):
         """Add x [T, size] to the residual stream, in place, and norm the sum: (normed, stream). No residual: x begins it."""
 
     @abstractmethod
+    def add_into(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        """Write x + residual, or x alone, all [T, size], to `out`, whose rows may lie apart."""
+
+    @abstractmethod
     def rope_and_cache(
         self,
         qkv: Tensor,

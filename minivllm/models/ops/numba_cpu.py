@@ -76,6 +76,14 @@ class NumbaCPUOps(TorchOps):
         launch(rows * size, rows, *where, size, int(residual is not None))
         return out, stream
 
+    def add_into(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        """See `LayerOps`."""
+        if x.dtype not in BITS:
+            return TorchOps.add_into(self, x, residual, out)
+        x, (rows, size) = x.contiguous(), x.shape
+        where = (x.data_ptr(), 0 if residual is None else residual.data_ptr(), out.data_ptr())
+        _launcher("add_apart", size, BITS[x.dtype])(rows * size, rows, *where, size, out.stride(0))
+
     def rope_and_cache(
         self,
         qkv: Tensor,

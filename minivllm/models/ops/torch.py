@@ -43,6 +43,13 @@ class TorchOps(LayerOps):
         residual = x if residual is None else residual.add_(x)
         return self.rms_norm(residual, weight, eps), residual
 
+    def add_into(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        """See `LayerOps`."""
+        if residual is None:
+            out.copy_(x)
+        else:
+            torch.add(x, residual, out=out)
+
     def rope_and_cache(
         self,
         qkv: Tensor,
