@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.clock import Clock, WallClock
@@ -256,25 +257,35 @@ class EngineCore:
         self._in_flight.clear()
 
     @contextmanager
-    def record(self, samples: bool = False) -> Iterator[Trace]:
+    def record(self, samples: bool = False, ranks: bool = False) -> Iterator[Trace]:
         """Record everything that the scheduler does within the block.
 
         ``samples``: also keep the logits of every sampled token (a row of the vocabulary each), for `LLM.explain`.
+        ``ranks``: also note what each rank did: see `Trace.ranks`.
 
         Raises:
-            RuntimeError: a recording is under way.
+            RuntimeError: a recording is under way. ValueError: ``ranks``, and there is one rank in this process.
         """
+        if ranks and not (self._remote or self._in_step):
+            raise ValueError(
+                "record(ranks=True) needs ranks: distributed_executor_backend='mp', 'ray' or 'external_launcher'"
+            )
         if self.scheduler.is_recording:
             raise RuntimeError("this engine is recording already; leave the other record() block first")
         self.drain()
         trace = self.scheduler.record()
         if samples:
             self.executor.keep_samples(trace.samples)
+        if ranks:
+            self.executor.collective_rpc("record_spans", args=(True,))
         try:
             yield trace
         finally:
             try:
                 self.drain()
+                if ranks:
+                    spans = self.executor.collective_rpc("record_spans", args=(False,))
+                    trace.ranks = on_one_clock(spans, getattr(self.clock, "start", 0.0))
             finally:
                 self.scheduler.stop_recording()
                 if samples:
@@ -344,6 +355,21 @@ class EngineCore:
         if self.grammar is not None:
             self.grammar.shutdown()
         self.executor.shutdown()
+
+
+def on_one_clock(
+    spans: list[list[tuple[str, float, float, int]]], start: float
+) -> list[tuple[int, str, float, float, int]]:
+    """Spans of all ranks (see `Spans`), in order of time, with those between two steps of a rank as ``idle``.
+
+    ``start``: of the engine's clock. Processes of one machine read the same clock; those of several need not agree.
+    """
+    found = []
+    for rank, mine in enumerate(spans):
+        steps = sorted((at, seconds) for name, at, seconds, _ in mine if name == "step")
+        gaps = [("idle", at + seconds, then - at - seconds, 0) for (at, seconds), (then, _) in pairwise(steps)]
+        found += [(rank, name, at - start, seconds, size) for name, at, seconds, size in (*mine, *gaps)]
+    return sorted(found, key=lambda span: (span[2], -span[3]))
 
 
 def _is_read(adapter: Future[Any]) -> bool:

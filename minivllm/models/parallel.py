@@ -2,6 +2,7 @@
 
 # Generated from nbs/models/parallel.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -157,3 +158,36 @@ class TensorGroup:
     def _count(self, x: Tensor) -> None:
         self.calls += 1
         self.bytes += x.nbytes
+
+
+class Spans:
+    """When methods of some objects ran.
+
+    Attributes:
+        found: (name, start by `time.perf_counter`, seconds, bytes that went in) of each call.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, float, float, int]] = []
+        self._watched: list[tuple[Any, str]] = []
+
+    def watch(self, owner: Any, method: str, name: str) -> None:
+        """Note the calls of a method of one object from now on."""
+        call = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*args, **kwargs)
+            size = args[0].nbytes if args and isinstance(args[0], Tensor) else 0
+            self.found.append((name, start, time.perf_counter() - start, size))
+            return result
+
+        setattr(owner, method, timed)
+        self._watched.append((owner, method))
+
+    def stop(self) -> list[tuple[str, float, float, int]]:
+        """Note nothing more. Returns what was found."""
+        for owner, method in self._watched:
+            delattr(owner, method)
+        self._watched.clear()
+        return self.found

@@ -24,6 +24,8 @@ from ranks import (
 from tiny_models import tiny_model_path
 
 from minivllm.core.config import EngineArgs
+from minivllm.core.trace import Trace
+from minivllm.core.trace_files import perfetto_events
 from minivllm.engine.llm import LLM
 from minivllm.lora.adapter import LoRARequest
 from minivllm.runtime.executor import plan_engine
@@ -161,6 +163,41 @@ def test_two_stages_give_the_tokens_of_one(name, pair, tiny_model_path, tmp_path
 
 
 @pytest.mark.slow
+def test_a_recording_tells_what_each_rank_did(pair, tiny_model_path, tmp_path):
+    """Joins lie within steps, stages wait for each other, all on the engine's clock; files and Perfetto have it."""
+    path = tiny_model_path("llama")
+    for stages in (1, 2):
+        llm = sharded(pair, path, tensor_parallel_size=2 // stages, pipeline_parallel_size=stages)
+        before = llm.llm_engine.core.executor.collective_rpc("memory")
+        with llm.record(ranks=True) as trace:
+            tokens(llm)
+        after = llm.llm_engine.core.executor.collective_rpc("memory")
+        tokens(llm)
+        started = {event.step: event.time for event in trace if event.kind == "step"}
+        assert {rank for rank, *_ in trace.ranks} == {0, 1}
+        for rank in (0, 1):
+            mine = [span[1:] for span in trace.ranks if span[0] == rank]
+            steps = [(at, at + seconds) for name, at, seconds, _ in mine if name == "step"]
+            assert len(steps) >= sum(event.kind == "schedule" and bool(event.num_scheduled) for event in trace)
+            assert min(started.values()) < steps[0][0] and steps[0][1] < llm.llm_engine.clock.now()
+            names = {name for name, *_ in mine} - {"step", "idle"}
+            assert names == ({"all_reduce", "all_gather"} if stages == 1 else {"receive"} if rank else {"send"})
+            for name, at, seconds, size in mine:
+                assert name in ("step", "idle") or any(a <= at and at + seconds <= b for a, b in steps)
+            joined = [size for name, _, _, size in mine if name in ("all_reduce", "all_gather")]
+            assert len(joined) == after[rank]["calls"] - before[rank]["calls"]
+            assert sum(joined) == after[rank]["bytes"] - before[rank]["bytes"]
+        llm.close()
+    trace.save(tmp_path / "run.jsonl")
+    again = Trace.load(tmp_path / "run.jsonl")
+    assert again.ranks == trace.ranks
+    names = {e["args"]["name"] for e in perfetto_events(again) if e["ph"] == "M" and e["name"] == "process_name"}
+    assert names == {"engine", "requests", "rank 0", "rank 1"}
+    waits = [e for e in perfetto_events(again) if e["name"] == "receive"]
+    assert waits and all(e["pid"] == 11 for e in waits)
+
+
+@pytest.mark.slow
 def test_two_ranks_fetch_blocks_and_agree_on_what_cannot_be(pair, tiny_model_path, tmp_path):
     """One rank's half of a block is damaged: neither uses it."""
     path, extra = tiny_model_path("llama-tied-biased"), {"shared_storage_path": str(tmp_path)}
@@ -248,6 +285,12 @@ def alive(pid: int) -> bool:
 
 def test_what_cannot_cross_is_refused_by_name(tiny_model_path):
     path = str(tiny_model_path("llama"))
+    with (
+        LLM(path, **SIZES) as llm,
+        pytest.raises(ValueError, match=r"record\(ranks=True\) needs ranks"),
+        llm.record(ranks=True),
+    ):
+        pass
     with pytest.raises(ValueError, match="logits_processors are objects"):
         LLM(path, distributed_executor_backend="mp", logits_processors=[lambda logits, batch: logits], **SIZES)
     speculation = {"method": NgramProposer(1, 2), "num_speculative_tokens": 2}

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from minivllm.core.plugins import load_plugins
-from minivllm.core.ray_cluster import cluster_folder, is_local_cluster, join_cluster, leave_cluster
+from minivllm.core.ray_cluster import cluster_folder, import_ray, is_local_cluster, join_cluster, leave_cluster
 from minivllm.runtime.executor import EnginePlan
 from minivllm.runtime.executors.mp import Calls, MultiprocExecutor, WorkerError, worker_environment
 from minivllm.runtime.executors.worker import Launch, Worker, pack_answer
@@ -33,11 +33,13 @@ class RankActor:
         self.worker: Worker | None = None
         self._later: dict[int, Future[Any]] = {}
 
-    def where(self, node_ip: str, parent: str | None) -> tuple[int, str, int]:
-        """Its process id, a new folder in `parent`, and a port that is free on `node_ip`."""
+    def where(self, node_ip: str, parent: str | None) -> tuple[int, str, int, int]:
+        """Its process id, a new folder in `parent`, a port that is free on `node_ip`, and which of the GPUs that it sees is its own."""
+        mine, seen = import_ray().get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpu = seen.split(",").index(str(mine[0])) if mine and seen else int(mine[0]) if mine else 0
         with socket.socket() as sock:
             sock.bind((node_ip, 0))
-            return os.getpid(), tempfile.mkdtemp(prefix="minivllm-", dir=parent), sock.getsockname()[1]
+            return os.getpid(), tempfile.mkdtemp(prefix="minivllm-", dir=parent), sock.getsockname()[1], gpu
 
     def start(self, launch: Launch) -> bytes:
         """Join the other ranks."""
@@ -137,6 +139,7 @@ class RayWorkers(Calls):
                 f"{size} ranks need {bundle} each of the Ray cluster, which has {ray.available_resources()} free"
             )
         threads = {name: value for name, value in worker_environment(size).items() if name.endswith("_NUM_THREADS")}
+        threads["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"  # ranks read each other's memory
         for rank in range(size):
             make = ray.remote(
                 num_cpus=bundle.get("CPU", 0),
@@ -154,12 +157,12 @@ class RayWorkers(Calls):
         """Tell the ranks where they meet, and have them start."""
         ray, parent = self._ray, cluster_folder()
         asked = [actor.where.remote(ip, parent) for actor, ip in zip(self.actors, ips, strict=True)]
-        self.pids, self._folders, ports = map(list, zip(*ray.get(asked), strict=True))
+        self.pids, self._folders, ports, gpus = map(list, zip(*ray.get(asked), strict=True))
         address = None if len(set(ips)) == 1 else f"tcp://{ips[0]}:{ports[0]}"
         level = logging.getLogger().getEffectiveLevel()
         for rank, actor in enumerate(self.actors):
             self._follow(rank, actor.stay.options(concurrency_group=_SIDE).remote())
-            launch = Launch(rank, self.size, device, self._folders[0], level, 0, address)
+            launch = Launch(rank, self.size, device, self._folders[0], level, gpus[rank], address)
             self._follow(rank, actor.start.remote(launch))
 
     def _follow(self, rank: int, ref: Any) -> None:

@@ -27,7 +27,7 @@ from minivllm.attention.select import make_backend
 from minivllm.core.config import EngineArgs, EngineConfig, MachineFacts, stage_groups, stage_layers
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.plugins import load_plugins
-from minivllm.models.parallel import Adder, Share, Stage, TensorGroup
+from minivllm.models.parallel import Adder, Share, Spans, Stage, TensorGroup
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import EnginePlan, load_decoder, measure_memory, read_model
 from minivllm.runtime.executors.broadcast import Frames, Ring
@@ -138,6 +138,7 @@ class Worker:
         self.group: TensorGroup | None = None
         self.runner: ModelRunner | None = None
         self._samples: SampleLog = {}
+        self.spans = Spans()
         self._adders: dict[int, Adder] = {}  # by ranks in a group; their memory stays until the process ends
 
     def load_model(self, config: EngineConfig, machine: MachineFacts) -> tuple[int, int] | None:
@@ -235,6 +236,22 @@ class Worker:
             self.unload()
         if self.size > 1:
             dist.destroy_process_group()
+
+    def record_spans(self, on: bool) -> list[tuple[str, float, float, int]]:
+        """Note from now on when this rank runs a step, joins others and waits for another stage; or stop, and return it: see `Spans`."""
+        found = self.spans.stop()
+        self.spans = Spans()
+        if on:
+            assert self.runner is not None
+            self.spans.watch(self.runner, "execute_model", "step")
+            if self.group is not None:
+                self.spans.watch(self.group, "all_reduce", "all_reduce")
+                self.spans.watch(self.group, "all_gather", "all_gather")
+            if self.stage.before >= 0:
+                self.spans.watch(self.stage, "receive", "receive")
+            if not self.stage.is_last:
+                self.spans.watch(self.stage, "send", "send")
+        return found
 
 
 def die_with(sock: socket.socket, folder: str) -> None:
