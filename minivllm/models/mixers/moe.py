@@ -173,6 +173,12 @@ class MoE(Mixer):
     router: Linear
     shared_gate: Linear
 
+    @property
+    def capturable(self) -> bool:
+        """Whether no number of rows is asked for on the host: only by grouped matmuls, and before Hopper torch asks for them even there."""
+        fast = self.stacked and torch.cuda.get_device_capability(self.stacked[0].device) >= (9, 0)
+        return bool(fast and self._grouped_linears())
+
     def __init__(self, spec: MoESpec, builder: Builder) -> None:
         plain = "batch_invariant" if builder.ops.batch_invariant else "torch"  # a router is small, and never quantized
         own = replace(builder, linear_method=plain, dtype=torch.float32 if spec.router.float32 else builder.dtype)
@@ -183,7 +189,7 @@ class MoE(Mixer):
         self.correction: Tensor | None = None
         if spec.router.correction is not None:
             self.correction = torch.empty(spec.num_experts, device=builder.device)
-        self.grouped = groups_experts(builder) and spec.held is None
+        self.grouped = groups_experts(builder)
         self.stacked: list[Tensor] = []
         self.loads: list[Tensor] | None = None
         self._found: list[Any] = [-1, []]  # the `generation` of the last look-up, and the `_grouped_linears` found then
@@ -191,13 +197,15 @@ class MoE(Mixer):
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""
         weights, ids = self.route(x)
-        rows, places, counts = self.ops.moe_permute(x, ids, self.spec.num_experts)
+        first, here = self.spec.held or (0, self.spec.num_experts)
+        order = (ids - first) % self.spec.num_experts if first else ids  # the experts that are here come first
+        rows, places, counts = self.ops.moe_permute(x, order, self.spec.num_experts)
         if self.loads is not None:
-            self.loads.append(counts)
+            self.loads.append(counts.roll(first))
         if self.spec.router.on_input:
             factors = torch.empty_like(weights).flatten().index_copy_(0, places.flatten(), weights.flatten())
             rows, weights = rows * factors[:, None].to(x.dtype), torch.ones_like(weights)
-        total = self.ops.moe_unpermute(self._by_expert(rows, counts), places, weights)
+        total = self.ops.moe_unpermute(self._by_expert(rows, counts[:here]), places, weights)
         total = total if self.shared is None else total + self._shared(x)
         return total if self.ranks is None else self.ranks.all_reduce(total)
 
@@ -217,14 +225,17 @@ class MoE(Mixer):
         return out if self.spec.shared_gate is None else out * self._sigmoid(self.shared_gate(x))
 
     def _by_expert(self, x: Tensor, counts: Tensor) -> Tensor:
-        """The experts' outputs of rows that are sorted by expert. counts: int64 [E], rows of each. Zeros of experts elsewhere."""
-        if self.spec.held is not None:
-            first, count = self.spec.held
-            begin, counts = int(counts[:first].sum()), counts[first : first + count]
-            here, out = slice(begin, begin + int(counts.sum())), torch.zeros_like(x)
-            out[here] = self._by_expert_here(x[here], counts)
-            return out
-        return self._by_expert_here(x, counts)
+        """The experts' outputs of rows that are sorted by expert. counts: int64, rows of each expert that is here; zeros of the others."""
+        if self.spec.held is None:
+            return self._by_expert_here(x, counts)
+        if (
+            self.stacked and self._grouped_linears()
+        ):  # leaves the other rows as they are: the number of rows stays on the device
+            elsewhere = torch.arange(len(x), device=x.device) >= counts.sum()
+            return self._by_expert_here(x, counts).masked_fill_(elsewhere[:, None], 0)
+        here, out = int(counts.sum()), torch.zeros_like(x)
+        out[:here] = self._by_expert_here(x[:here], counts)
+        return out
 
     def _by_expert_here(self, x: Tensor, counts: Tensor) -> Tensor:
         if grouped := self._grouped_linears():
