@@ -137,6 +137,29 @@ def test_a_grouped_matmul_is_the_loop_over_experts(grouped):
     assert len(calls) == 4
 
 
+def test_the_experts_of_a_rank_by_grouped_matmuls(grouped, monkeypatch):
+    """Rows of experts elsewhere are garbage until they are cleared."""
+    _, moe, x, _ = grouped
+    whole, spec, experts, stacked, multiply = moe(x), moe.spec, list(moe.experts), moe.stacked, torch._grouped_mm
+
+    def careless(rows, weights, offs):
+        out = multiply(rows, weights, offs=offs)
+        out[offs[-1] :] = torch.nan
+        return out
+
+    monkeypatch.setattr(torch, "_grouped_mm", careless)
+    parts = []
+    for first in (0, 4):
+        here = slice(first, first + 4)
+        moe.spec, moe.experts = replace(spec, held=(first, 4)), ModuleList(experts[here])
+        moe.stacked, moe.loads = [each[here] for each in stacked], []
+        parts.append(moe(x))
+        counts = moe.route(x)[1].flatten().bincount(minlength=8)
+        assert moe.loads.pop().tolist() == counts.tolist()
+        torch.testing.assert_close(parts[-1], by_loop(moe, x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sum(parts), whole, atol=1e-5, rtol=1e-5)
+
+
 def another_expert(moe):
     moe.experts[3] = moe.experts[4]
 
