@@ -1,6 +1,6 @@
 """What do two GPUs of one host gain? Sums in each other's memory against NCCL, and tensor, pipeline, data and expert parallelism.
 
-    python benchmarks/several_gpus.py [sums steps pipeline replicas experts] [--seconds 150] [--trace FILE] [--output FOLDER]
+    python benchmarks/several_gpus.py [sums steps pipeline replicas tokens experts handover] [--seconds 150] [--trace FILE] [--output FOLDER]
 
 Each part runs in a process of its own, for so many seconds at most, and prints what it finds; with --output all that was found goes to
 several_gpus-CARD.json, into which later runs of other parts are merged. The models have random bfloat16 weights.
@@ -9,7 +9,9 @@ several_gpus-CARD.json, into which later runs of other parts are merged. The mod
 - `steps`: milliseconds of a decode step of Qwen3-8B's shape on one GPU, and on two with the kernel and with NCCL alone.
 - `pipeline`: the share of the time in which a stage has nothing to do, of prefills in 1 to 8 chunks and of decode by 1 and 2 batches.
 - `replicas`: two engines on conversations from the Mooncake trace (--trace), with requests by prefix and one after the other.
+- `tokens`: whether a small model with 64 experts a layer, in float32, gives the same tokens on one GPU and on two.
 - `experts`: decode steps of a model with 64 experts a layer, whole experts on each GPU, against a part of each, and one GPU.
+- `handover`: milliseconds until the first token of a prompt whose blocks another engine has computed.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -113,20 +116,32 @@ def sums_rank(rank: int, ranks: int, folder: str) -> None:
     os._exit(0)  # NCCL takes seconds to be taken down
 
 
-def sums(args: argparse.Namespace, folder: Path) -> Any:
+def sums(args: argparse.Namespace, folder: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=sums_rank, args=(r, args.gpus, str(folder)), daemon=True) for r in range(args.gpus)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
-    return json.loads((folder / "rows.json").read_text())
+    args.save(json.loads((folder / "rows.json").read_text()))
 
 
-def steps(args: argparse.Namespace, folder: Path) -> Any:
-    """Rows of batch sizes. The sums of a step: one after the embedding, two in each layer."""
-    big, found, count = model_folder(folder / "big", QWEN3_8B), defaultdict(dict), 2 * QWEN3_8B["num_hidden_layers"] + 1
-    ways = {"one": 1, "kernel": args.gpus, "nccl": args.gpus}
+def step_rows(found: dict[int, Any], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of what `steps` has found so far. The sums of a step: one after the embedding, two in each layer."""
+    us, count, rows = {row["KiB"]: row for row in args.known.get("sums", [])}, 2 * QWEN3_8B["num_hidden_layers"] + 1, []
+    for batch, times in found.items():
+        row = {"batch": batch} | {f"{name}_ms": round(decode, 3) for name, (_, decode) in times.items()}
+        for name, (_, decode) in list(times.items())[1:]:
+            row[f"{name}_speedup"] = round(times["one_gpu"][1] / decode, 3)
+            if measured := us.get(batch * QWEN3_8B["hidden_size"] * 2 >> 10):
+                row[f"{name}_sums_share"] = round(count * measured[f"{name}_graph_us"] / 1e3 / decode, 3)
+        rows.append(row | {f"{name}_prefill_ms": round(prefill, 1) for name, (prefill, _) in times.items()})
+    return rows
+
+
+def steps(args: argparse.Namespace, folder: Path) -> None:
+    big, found = model_folder(folder / "big", QWEN3_8B), defaultdict(dict)
+    ways = {"one_gpu": 1, "kernel": args.gpus, "nccl": args.gpus}
     for name, size in ways.items():
         how = {"num_gpu_blocks": 256 * 13, "max_num_seqs": 256, "max_num_batched_tokens": 32768}
         with engine(big, size, disable_custom_all_reduce=name == "nccl", **DUMMY, **how) as llm:
@@ -134,17 +149,7 @@ def steps(args: argparse.Namespace, folder: Path) -> Any:
                 step_times(llm, batch, 16)  # compiles kernels and captures graphs
                 found[batch][name] = step_times(llm, batch, 64)
                 print(name, batch, found[batch][name], flush=True)
-    one_us = {row["KiB"]: row for row in args.known.get("sums", [])}
-    rows = []
-    for batch, times in found.items():
-        row = {"batch": batch, "one_gpu_ms": round(times["one"][1], 3)}
-        for name in ("kernel", "nccl"):
-            row[f"{name}_ms"] = round(times[name][1], 3)
-            row[f"{name}_speedup"] = round(times["one"][1] / times[name][1], 3)
-            if measured := one_us.get(batch * 8):
-                row[f"{name}_sums_share"] = round(count * measured[f"{name}_graph_us"] / 1e3 / times[name][1], 3)
-        rows.append(row | {f"{name}_prefill_ms": round(times[name][0], 1) for name in ways})
-    return rows
+            args.save(step_rows(found, args))
 
 
 def prefill_seconds(llm: LLM, chunks: int, tokens: int = 4096) -> float:
@@ -169,34 +174,30 @@ def decode_rate(llm: LLM, requests: int, tokens: int) -> float:
     return requests * tokens / (spent[2] - spent[1])
 
 
-def pipeline(args: argparse.Namespace, folder: Path) -> Any:
-    """Measured and computed shares of idle time. A stage takes half as long as one chunk alone takes in both."""
+def pipeline(args: argparse.Namespace, folder: Path) -> None:
+    """Shares of idle time. A stage takes half as long as one chunk, or one batch, alone takes in both."""
     big, result = model_folder(folder / "big", QWEN3_8B), {"prefill": [], "decode": []}
-    how = {"num_gpu_blocks": 8 * 4096 // 16 + 600, "max_num_seqs": 128, "max_num_batched_tokens": 4096}
-    with engine(big, 2, "pipeline", **DUMMY, **how | {"max_model_len": 5000}) as llm:
+    how = {"num_gpu_blocks": 8 * 4096 // 16 + 600, "max_num_seqs": 128, "max_num_batched_tokens": 4096, "max_model_len": 5000}  # fmt: skip
+    rates = {}
+    with engine(big, 2, "pipeline", **DUMMY, **how) as llm:
         prefill_seconds(llm, 2)
         alone = prefill_seconds(llm, 1)
         for chunks in (1, 2, 4, 8):
             seconds = prefill_seconds(llm, chunks)
-            row = {
-                "chunks": chunks,
-                "ms": round(1e3 * seconds, 1),
-                "bubble": round(1 - chunks * alone / 2 / seconds, 3),
-            }
+            row = {"chunks": chunks, "ms": round(1e3 * seconds, 1), "idle": round(1 - chunks * alone / 2 / seconds, 3)}
             result["prefill"].append(row | {"computed": round(1 / (chunks + 1), 3)})
-            print(result["prefill"][-1], flush=True)
-    rates = {}
-    for name, stages, budget in (("one GPU", 1, 4096), ("one batch", 2, 64 * PROMPT), ("two batches", 2, 32 * PROMPT)):
-        with engine(big, stages, "pipeline", **DUMMY, **how | {"max_num_batched_tokens": budget}) as llm:
-            rates[name] = decode_rate(llm, 64, 64)
-            row = {
-                "batches": name,
-                "tokens_per_second": round(rates[name]),
-                "times_one_gpu": round(rates[name] / rates["one GPU"], 3),
-            }
+            args.save(result)
+        for batches in (1, 2):  # as many prompts as fit a step begin together, and stay together
+            rates[batches] = decode_rate(llm, batches * 4096 // PROMPT, 64)
+            row = {"batches": batches, "requests": batches * 4096 // PROMPT, "tokens_per_second": round(rates[batches])}
+            row["idle"] = round(1 - rates[batches] / rates[1] / 2, 3)
+            result["decode"].append(row | {"computed": 1 - batches / 2})
+            args.save(result)
+    with engine(big, 1, **DUMMY, **how) as llm:
+        for requests in (32, 64):
+            row = {"gpus": 1, "requests": requests, "tokens_per_second": round(decode_rate(llm, requests, 64))}
             result["decode"].append(row)
-            print(row, flush=True)
-    return result
+            args.save(result)
 
 
 def conversations(path: Path, most: int) -> list[tuple[list[int], float]]:
@@ -215,7 +216,7 @@ def conversations(path: Path, most: int) -> list[tuple[list[int], float]]:
 async def serve(args: EngineArgs, asked: list[tuple[list[int], float]], seconds: float) -> dict[str, Any]:
     """Requests at the trace's moments, squeezed into so many seconds."""
     llm = AsyncLLM.from_engine_args(args, engine_in="process", warm=True)
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
     begin, last = asked[0][1], asked[-1][1]
     firsts: list[float] = []
 
@@ -241,12 +242,12 @@ async def serve(args: EngineArgs, asked: list[tuple[list[int], float]], seconds:
     }
 
 
-def replicas(args: argparse.Namespace, folder: Path) -> Any:
+def replicas(args: argparse.Namespace, folder: Path) -> None:
     if args.trace is None:
         raise ValueError("replicas needs --trace: mooncake_conversation.jsonl, or lines of it")
     big, asked, rows = model_folder(folder / "big", QWEN3_8B), conversations(args.trace, 160), []
-    tokens = sum(len(ids) for ids, _ in asked)
-    print(len(asked), "requests,", tokens, "prompt tokens", flush=True)
+    count = sum(len(ids) for ids, _ in asked)
+    print(len(asked), "requests,", count, "prompt tokens", flush=True)
     how = {
         "model": str(big),
         "device": "cuda",
@@ -255,46 +256,110 @@ def replicas(args: argparse.Namespace, folder: Path) -> Any:
         "num_gpu_blocks": 12000,
     }
     for name, size, router in (
-        ("one engine", 1, "prefix_aware"),
-        ("round robin", 2, "round_robin"),
-        ("by prefix", 2, "prefix_aware"),
+        ("two, by prefix", 2, "prefix_aware"),
+        ("two, round robin", 2, "round_robin"),
+        ("one", 1, "prefix_aware"),
     ):
         engine_args = EngineArgs(**DUMMY, **how, data_parallel_size=size, data_parallel_router=router)
-        rows.append({"engines": name, **asyncio.run(serve(engine_args, asked, 15.0))})
+        rows.append({"engines": name, **asyncio.run(serve(engine_args, asked, 10.0))})
         print(rows[-1], flush=True)
-    return {"requests": len(asked), "prompt_tokens": tokens, "rows": rows}
+        args.save({"requests": len(asked), "prompt_tokens": count, "rows": rows})
 
 
-def experts(args: argparse.Namespace, folder: Path) -> Any:
-    """First the tokens of a small model in float32, which must be the same on one GPU and two."""
-    small, params = (
-        save_small(folder / "small", {**MOE, **SMALL, "moe_intermediate_size": 128}),
-        SamplingParams(temperature=0, max_tokens=32, ignore_eos=True),
-    )
-    ways = {
-        "one GPU": (1, {}),
-        "whole experts": (args.gpus, {"enable_expert_parallel": True}),
-        "a part of each": (args.gpus, {}),
-    }
-    answers, found = {}, defaultdict(dict)
-    for name, (size, more) in ways.items():
+EXPERT_WAYS = {"one_gpu": {}, "whole_experts": {"enable_expert_parallel": True}, "part_of_each": {}}
+
+
+def tokens(args: argparse.Namespace, folder: Path) -> None:
+    """Of a small model with 64 experts a layer, in float32."""
+    config = {**MOE, **SMALL, "moe_intermediate_size": 128}
+    small, answers = save_small(folder / "small", config), {}
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    for name, more in EXPERT_WAYS.items():
+        size = 1 if name == "one_gpu" else args.gpus
         with engine(small, size, dtype="float32", num_gpu_blocks=400, **more) as llm:
             outputs = llm.generate(prompts(8), params, use_tqdm=False)
             answers[name] = [list(out.outputs[0].token_ids) for out in outputs]
-        print(name, "gives the tokens of one GPU:", answers[name] == answers["one GPU"], flush=True)
-    big = model_folder(folder / "big", MOE)
-    for name, (size, more) in ways.items():
-        how = {"num_gpu_blocks": 256 * 13, "max_num_seqs": 256, "max_num_batched_tokens": 32768}
-        with engine(big, size, **DUMMY, **how, **more) as llm:
+        print(name, "gives the tokens of one GPU:", answers[name] == answers["one_gpu"], flush=True)
+        args.save({name: answer == answers["one_gpu"] for name, answer in answers.items()})
+
+
+def experts(args: argparse.Namespace, folder: Path) -> None:
+    """Milliseconds of a decode step, by batch."""
+    big, found = model_folder(folder / "big", MOE), defaultdict(dict)
+    for name, more in EXPERT_WAYS.items():
+        how = {"num_gpu_blocks": 64 * 13, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
+        with engine(big, 1 if name == "one_gpu" else args.gpus, **DUMMY, **how, **more) as llm:
             for batch in (1, 16, 64):
                 step_times(llm, batch, 16)
-                found[batch][name] = round(step_times(llm, batch, 48)[1], 3)
+                found[batch][name] = round(step_times(llm, batch, 40)[1], 3)
                 print(name, batch, found[batch][name], flush=True)
-    same = {name: answer == answers["one GPU"] for name, answer in answers.items()}
-    return {"same_tokens": same, "decode_ms": [{"batch": batch, **times} for batch, times in found.items()]}
+                args.save([{"batch": batch, **times} for batch, times in found.items()])
 
 
-PARTS = {"sums": sums, "steps": steps, "pipeline": pipeline, "replicas": replicas, "experts": experts}
+async def first_tokens(llm: AsyncLLM, asked: list[list[int]], count: int) -> tuple[list[list[int]], float]:
+    """Tokens of prompts, one after the other, and the median of the milliseconds until a first one."""
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    found, times = [], []
+    for ids in asked:
+        start, first = time.perf_counter(), 0.0
+        async for output in llm.generate({"prompt_token_ids": ids}, params, f"r{time.monotonic_ns()}"):
+            first = first or time.perf_counter() - start
+        found.append(list(output.outputs[0].token_ids))
+        times.append(1e3 * first)
+    return found, statistics.median(times)
+
+
+def handover(args: argparse.Namespace, folder: Path) -> None:
+    """One engine computes prompts of 4,096 tokens, another on the second GPU reads their blocks in its memory, or as files, and decodes."""
+    big, rows = model_folder(folder / "big", QWEN3_8B), []
+    asked = [[(i * 7 + j * 13 + i * j) % 150_000 for j in range(4096)] for i in range(1, 11)]
+    how = {
+        "model": str(big),
+        "device": "cuda",
+        "skip_tokenizer_init": True,
+        "max_model_len": 5000,
+        "num_gpu_blocks": 3500,
+    }
+    extras = {"PeerMemoryConnector": {"num_blocks": 3000}, "SharedStorageConnector": {}}
+    for connector, extra in extras.items():
+        shared, engines = tempfile.mkdtemp(dir="/dev/shm"), []
+        for gpu, role in enumerate(("kv_producer", "kv_consumer")):
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+            extra = {"shared_storage_path": shared} | extra
+            config = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": extra}
+            engine_args = EngineArgs(**DUMMY, **how, kv_transfer_config=config)
+            engines.append(AsyncLLM.from_engine_args(engine_args, engine_in="process", warm=True))
+
+        async def pass_on(producer: AsyncLLM, consumer: AsyncLLM) -> dict[str, Any]:
+            await first_tokens(producer, asked[:2], 8)
+            await first_tokens(consumer, asked[:2], 8)
+            some = asked[2:] if connector == "PeerMemoryConnector" else asked[2:5]  # noqa: B023 - called at once
+            _, computing = await first_tokens(producer, some, 1)
+            want, cached = await first_tokens(producer, some, 8)  # all but the last block is in its own cache
+            got, reading = await first_tokens(consumer, some, 8)
+            stats = consumer.get_metrics()
+            row = {"computed_ms": computing, "own_cache_ms": cached, "read_ms": reading}
+            return {name: round(ms, 2) for name, ms in row.items()} | {
+                "same_tokens": got == want, "tokens_read": stats["external_prefix_cache_hits"], "failures": stats["num_kv_load_failures"],
+            }  # fmt: skip
+
+        rows.append({"connector": connector, **asyncio.run(pass_on(*engines))})
+        print(rows[-1], flush=True)
+        for one in engines:
+            one.shutdown()
+        shutil.rmtree(shared, ignore_errors=True)
+        args.save(rows)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, Path], None]] = {
+    "sums": sums,
+    "steps": steps,
+    "pipeline": pipeline,
+    "replicas": replicas,
+    "tokens": tokens,
+    "experts": experts,
+    "handover": handover,
+}
 
 
 def run_part(name: str, args: argparse.Namespace, file: Path) -> bool:
@@ -340,11 +405,16 @@ def main() -> None:
     if unknown := set(args.parts) - PARTS.keys():
         parser.error(f"no part {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
     if args.part is not None:  # we are the process of one part
-        known = json.loads(args.part.read_text())
-        args.known = known
+        args.known = json.loads(args.part.read_text())
+
+        def save(found: Any) -> None:
+            new = args.part.with_suffix(".new")
+            new.write_text(json.dumps({**args.known, args.parts[0]: found}))
+            os.replace(new, args.part)
+
+        args.save = save  # as it goes: what was found stays if the time is over
         with tempfile.TemporaryDirectory() as folder:
-            known[args.parts[0]] = PARTS[args.parts[0]](args, Path(folder))
-        args.part.write_text(json.dumps(known))
+            PARTS[args.parts[0]](args, Path(folder))
         return
     card = torch.cuda.get_device_name()
     path = args.output and args.output / f"several_gpus-{card.lower().replace(' ', '-')}.json"

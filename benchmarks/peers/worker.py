@@ -72,7 +72,18 @@ def vllm_cpu(model: str, dtype: str, threads: int, drafts: dict[str, Any] | None
 
 def llama_cpp_python(model: str, dtype: str, threads: int) -> Run:
     """One request after the other: the Python package has no continuous batching."""
+    import llama_cpp.llama_cpp as raw
     from llama_cpp import Llama
+
+    if crashes_with_tiles():
+        default = raw.llama_model_default_params
+
+        def without_layouts() -> Any:
+            params = default()
+            params.use_extra_bufts = False
+            return params
+
+        raw.llama_model_default_params = without_layouts  # `Llama` has no argument for it
 
     llm = Llama(model, n_ctx=MAX_LEN, n_threads=threads, n_threads_batch=threads, verbose=False)
 
@@ -82,6 +93,72 @@ def llama_cpp_python(model: str, dtype: str, threads: int) -> Run:
             for _, _token in zip(range(n), llm.generate(prompt, temp=0.0, repeat_penalty=1.0), strict=False):
                 tokens += 1
         return tokens
+
+    return run
+
+
+def load_llama(model: str, threads: int, tokens: int, sequences: int) -> tuple[Any, Any, Any, int]:
+    """llama.cpp's own interface: the module, a context, an empty batch, and the size of the vocabulary."""
+    import llama_cpp
+
+    llama_cpp.llama_backend_init()
+    how = llama_cpp.llama_model_default_params()
+    how.use_extra_bufts = not crashes_with_tiles()
+    loaded = llama_cpp.llama_model_load_from_file(model.encode(), how)
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = tokens, 2048, 512
+    params.n_seq_max, params.kv_unified = sequences, True
+    params.n_threads = params.n_threads_batch = threads
+    context = llama_cpp.llama_init_from_model(loaded, params)
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(loaded))
+    return llama_cpp, context, llama_cpp.llama_batch_init(2048, 0, 1), vocabulary
+
+
+def crashes_with_tiles() -> bool:
+    """Whether the CPU has AMX: weights in the layout for it end in a general protection fault in llama.cpp of 0.3.36, built by GCC 12."""
+    return Path("/proc/cpuinfo").exists() and "amx_int8" in Path("/proc/cpuinfo").read_text()
+
+
+def fill_batch(batch: Any, rows: Sequence[tuple[int, int, int, bool]]) -> None:
+    """Rows: token, position, sequence, whether logits are wanted."""
+    batch.n_tokens = len(rows)
+    for i, (token, position, sequence, wanted) in enumerate(rows):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
+        batch.seq_id[i][0] = sequence
+
+
+def llama_batch(model: str, dtype: str, threads: int) -> Run:
+    """llama.cpp by its own calls: each step is one batch with a token of every request that is still running."""
+    import numpy as np
+
+    llama_cpp, context, batch, vocabulary = load_llama(model, threads, CACHE_TOKENS, MAX_SEQS)
+
+    def decode(rows: list[tuple[int, int, int, bool]]) -> list[int]:
+        """Compute rows of `fill_batch`; gives the most likely next tokens where logits are wanted."""
+        fill_batch(batch, rows)
+        if llama_cpp.llama_decode(context, batch):
+            raise RuntimeError("llama_decode failed")
+        asked = [i for i, row in enumerate(rows) if row[3]]
+        logits = [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), (vocabulary,)) for i in asked]
+        return [int(row.argmax()) for row in logits]
+
+    def run(requests: Sequence[Request]) -> int:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        prompts = [
+            (token, position, sequence, position == len(prompt) - 1)
+            for sequence, (prompt, _) in enumerate(requests)
+            for position, token in enumerate(prompt)
+        ]
+        last: list[int] = []
+        for start in range(0, len(prompts), 2048):
+            last += decode(prompts[start : start + 2048])
+        count = 1
+        while running := [i for i, (_, n) in enumerate(requests) if n > count]:
+            found = decode([(last[i], len(requests[i][0]) + count - 1, i, True) for i in running])
+            for i, token in zip(running, found, strict=True):
+                last[i] = token
+            count += 1
+        return sum(n for _, n in requests)
 
     return run
 
@@ -204,6 +281,7 @@ PEERS: dict[str, Callable[[str, str, int], Run]] = {
     "vllm-cpu": vllm_cpu,
     "vllm-cpu-ngram": partial(vllm_cpu, drafts=DRAFTS),
     "llama-cpp-python": llama_cpp_python,
+    "llama-batch": llama_batch,
     "llama-server": llama_server,
     "llama-server-ngram": lambda *about: llama_server(*about, *LLAMA_DRAFTS),
     "transformers": transformers_generate,

@@ -19,6 +19,29 @@ class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_ubyte * 64)]
 
 
+def share_memory(address: int) -> bytes:
+    """What another process needs to open memory of this one's GPU: the handle of an allocation, and how far into it the address lies."""
+    call, lib = driver().check, driver().cuda
+    handle, start = _Handle(), ctypes.c_uint64()
+    call(lib.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address)), "sharing memory with other processes")
+    call(
+        lib.cuMemGetAddressRange_v2(ctypes.byref(start), None, ctypes.c_uint64(address)), "finding where memory begins"
+    )
+    return bytes(handle) + (address - start.value).to_bytes(8, "little")
+
+
+def open_memory(shared: bytes) -> int:
+    """The address of what another process has shared. It stays open until this process ends.
+
+    Raises:
+        CudaError: it is gone, or this GPU cannot read the other's memory.
+    """
+    address, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(shared[:64])
+    code = driver().cuda.cuIpcOpenMemHandle_v2(ctypes.byref(address), handle, ctypes.c_uint(1))  # with peer access
+    driver().check(code, "opening the memory of another process's GPU")
+    return int(address.value or 0) + int.from_bytes(shared[64:], "little")
+
+
 class PeerMemory:
     """A zeroed buffer on each rank's GPU that the kernels of all ranks can read and write.
 
@@ -38,19 +61,13 @@ class PeerMemory:
 
     def __init__(self, rank: int, size: int, exchange: Callable[[bytes], list[bytes]]) -> None:
         call, lib = driver().check, driver().cuda
-        own, handle = ctypes.c_uint64(), _Handle()
+        own = ctypes.c_uint64()
         call(lib.cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(size)), f"allocating {size} bytes")
         call(lib.cuMemsetD8_v2(own, ctypes.c_ubyte(0), ctypes.c_size_t(size)), "clearing memory")
         call(lib.cuCtxSynchronize(), "clearing memory")
-        call(lib.cuIpcGetMemHandle(ctypes.byref(handle), own), "sharing memory with other processes")
-        self.addresses = []
-        for other, data in enumerate(exchange(bytes(handle))):
-            address = own
-            if other != rank:
-                address, there = ctypes.c_uint64(), _Handle.from_buffer_copy(data)
-                code = lib.cuIpcOpenMemHandle_v2(ctypes.byref(address), there, ctypes.c_uint(1))  # with peer access
-                call(code, f"opening the memory of rank {other} (disable_custom_all_reduce=True does without)")
-            self.addresses.append(int(address.value))
+        address = int(own.value or 0)
+        shared = exchange(share_memory(address))
+        self.addresses = [address if other == rank else open_memory(data) for other, data in enumerate(shared)]
 
 
 POLLS = 1 << 26

@@ -212,6 +212,24 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     run(cache.copy_blocks(), device, grid, *pointers, source.stride(0) * size // 4, target.stride(0) * size // 4, words)
 
 
+def copy_peer_blocks(address: int, count: int, target: Tensor, pairs: Tensor) -> None:
+    """Copy blocks pairs int64 [n, 2] to a cache, from a cache of `count` blocks like it at an address, perhaps of another GPU's memory."""
+    check_cache(target)
+    check("pairs", pairs, (None, 2), torch.int64, target.device)
+    words = target.stride(1) * target.element_size() // 4
+    grid, halves = (max(1, min(32, words // 4096)), pairs.shape[0]), (words * count, words * target.shape[1])
+    run(
+        cache.copy_blocks(),
+        target.device,
+        grid,
+        address,
+        target.data_ptr(),
+        pairs.contiguous().data_ptr(),
+        *halves,
+        words,
+    )
+
+
 @dataclass
 class AttentionPlan:
     """One step of one group of layers on the device. Made by `plan_attention`, used by `paged_attention`.
@@ -640,8 +658,8 @@ SUMMED = HALF | {torch.float32: "float32"}
 
 
 def most_summed_bytes(ranks: int) -> int:
-    """The longest message that one shot adds up at least as fast as NCCL: measured for two ranks, by bytes on a link for more."""
-    return (4 << 20) // (ranks - 1)
+    """The longest message that one shot adds up faster than NCCL: measured for two ranks, by bytes on a link for more."""
+    return (8 << 20) // (ranks - 1)
 
 
 def peers_unsupported(count: int) -> str | None:
