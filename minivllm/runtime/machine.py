@@ -133,6 +133,8 @@ def choose_sums(device: str, args: EngineArgs) -> tuple[bool, str]:
         return False, "no ranks on GPUs share a layer"
     if args.disable_custom_all_reduce:
         return False, "asked for: NCCL adds up"
+    if args.executor != "mp":
+        return False, f"NCCL adds up: with {args.executor!r} the ranks may be on several machines"
     try:
         why = cuda_ops().peers_unsupported(args.world_size)
     except ImportError as error:

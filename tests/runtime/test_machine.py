@@ -112,6 +112,8 @@ def test_who_adds_up(monkeypatch):
     ops, two = cuda_ops(), EngineArgs(tensor_parallel_size=2)
     assert choose_sums("cuda", EngineArgs()) == choose_sums("cpu", two) == (False, "no ranks on GPUs share a layer")
     assert choose_sums("cuda", replace(two, disable_custom_all_reduce=True)) == (False, "asked for: NCCL adds up")
+    over_ray = replace(two, distributed_executor_backend="ray")
+    assert choose_sums("cuda", over_ray)[1] == "NCCL adds up: with 'ray' the ranks may be on several machines"
     monkeypatch.setattr(ops, "device_unsupported", lambda device: None)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) != (1, 0))
     assert choose_sums("cuda", two) == (False, "NCCL adds up: GPU 1 cannot read the memory of GPU 0")
