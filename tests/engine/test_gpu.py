@@ -129,7 +129,7 @@ def test_joins_of_one_rank_by_nccl(folder, tmp_path, monkeypatch, enforce_eager)
         for _ in range(2):
             assert tokens(llm, greedy(16)) == want
         layers = llm.config.model.num_layers
-        assert group.calls >= 2 * layers + 2 and group.calls % (2 * layers + 2) == 0
+        assert group.calls >= 2 * layers + 2
         llm.close()
     finally:
         dist.destroy_process_group()
