@@ -33,7 +33,8 @@ def vllm_cpu(model: str, pieces: list[list[int]], threads: int) -> np.ndarray:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `apply_model` sends a function
+        "VLLM_CPU_INT4_W4A8": "0",  # its int4 kernel would round each token's activations to 8 bits
     }
     from vllm import LLM, SamplingParams
 

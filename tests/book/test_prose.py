@@ -52,6 +52,7 @@ PREMISES = {
     "models/quantization/codes": "64 17",
     "models/quantization/compressed": "128",
     "multimodal/images": "50 400",
+    "recipes/rounding": "4096",
     "recipes/see_digits": "92 100 80",
     "runtime/machine": "2024.2",
     "spec_decode/draft_model": "17",
