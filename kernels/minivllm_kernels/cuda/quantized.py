@@ -3,7 +3,6 @@
 # Generated from nbs/numba_kernels/cuda/quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +58,16 @@ class Format:
     def step(self) -> int:
         """Inputs of 16 outputs that a warp reads at once, 16 bytes a lane."""
         return 64 if self.kind == "int4" else 32
+
+    @property
+    def steps(self) -> int:
+        """Of all inputs."""
+        return self.features // self.step
+
+    @property
+    def groups(self) -> int:
+        """Scales of an output."""
+        return self.features // self.group
 
     @property
     def scale_words(self) -> int:
@@ -127,7 +136,9 @@ def _read_int8(dtype: str) -> Any:
     for i in range(4):
         text += f" xor.b32 s, ${4 + i // 2}, 0x80808080;"
         for part, at in (("a", i % 2), ("b", 2 + i % 2)):
-            text += f" prmt.b32 s{part}, s, f, {0x7440 + at}; mov.b32 {part}, s{part}; sub.f32 {part}, {part}, 0f4B000080;"
+            text += (
+                f" prmt.b32 s{part}, s, f, {0x7440 + at}; mov.b32 {part}, s{part}; sub.f32 {part}, {part}, 0f4B000080;"
+            )
         text += f" cvt.rn.{name}x2.f32 ${i}, b, a;"
 
     @instruction(f"{{ .reg .b32 s, sa, sb, f; .reg .f32 a, b; {text} }}", "u32 u32 u32 u32", "u32 u32")
@@ -195,6 +206,16 @@ class Tiling:
         """Of a block."""
         return 16 * self.tiles * self.across
 
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.across * self.along
+
+    @property
+    def name(self) -> str:
+        """For the names of kernels."""
+        return f"{self.tiles}x{self.across}x{self.along}_d{self.depth}_s{self.split}_b{self.min_blocks}"
+
 
 SIGNATURE = "u32* u32* u32* u32* f32* i32* i32 i32 i32 i32"
 """out, x, weight, scales, sums and arrivals of blocks; rows; outputs; words from one row of x, and of out, to the next."""
@@ -209,29 +230,13 @@ def _sum_of(sums, base, stride, count):
     return a
 
 
-@functools.cache
-def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
-    """out [rows, N] = x [rows, features] @ weight.T for up to `rows` rows, 8 or 16, and even N. Grid (ceil(N / tiling.outputs), tiling.split).
-
-    Sums are float32, and in the same order whatever other rows there are.
-    """
-    if rows not in (8, 16):
-        raise ValueError(f"no such kernel: rows {rows} (8, 16)")
+def _step(format: Format, tiles: int, blocks: int, whole: bool) -> tuple[Any, Any, Any]:
+    """Device functions of a warp with `tiles` times 16 outputs and `blocks` times 8 rows: fetch a step, multiply by it, and add up."""
     STEP, W, GROUP, GROUPED = format.step, format.scale_words, format.group, format.group < format.features
-    STEPS, GROUPS = format.features // STEP, format.features // GROUP
-    MT, WM, WK, DEPTH, SPLIT = tiling.tiles, tiling.across, tiling.along, tiling.depth, tiling.split
+    STEPS, GROUPS, MT, TILES, WHOLE = format.steps, format.groups, tiles, blocks, whole
     HALVES, SLICES, SPANS = STEP // 32, STEP // 16, 2 if GROUPED and GROUP < STEP else 1
-    PLACES = SPLIT * WK
-    ROUNDS = -(-STEPS // (PLACES * DEPTH))
-    WHOLE = STEPS == ROUNDS * PLACES * DEPTH
-    TILES, THREADS, BN, ROWS = rows // 8, 32 * WM * WK, tiling.outputs, rows
-    KEPT, SCALES = DEPTH * MT * 4, MT * W * (DEPTH * SPANS if GROUPED else 1)
-    SUMS, SEEN, ALL, STRIDE = MT * TILES * 4, TILES * HALVES * 4, WM * WK * MT * TILES * 128, WM * MT * TILES * 128
-    PAIRS, SIZE = BN // 2, BN * rows
-    half = half_ops(format.dtype)
-    mma, pack = half.mma, half.pack
+    mma = half_ops(format.dtype).mma
     matrix, zero_points, factors = decoder(format)
-    where = f"{tiling.tiles}x{tiling.across}x{tiling.along}_d{tiling.depth}_s{tiling.split}_b{tiling.min_blocks}"
 
     @device
     def fetch(kept, held, weight, scales, w_at, s_at, step, slot):
@@ -276,7 +281,72 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
             if GROUPED and (SPANS == 2 or h == HALVES - 1):
                 scaled(totals, acc, held, at, m)
 
-    @kernel(SIGNATURE, THREADS, f"quantized_gemv_{format.name}_r{rows}_{where}", min_blocks=tiling.min_blocks)
+    return fetch, multiply, scaled
+
+
+def _finish(dtype: str, rows: int, tiling: Tiling) -> Any:
+    """A device function: add what the warps of a block have, and the blocks that share inputs, and write it."""
+    WK, SPLIT, BN, THREADS, ROWS = tiling.along, tiling.split, tiling.outputs, tiling.threads, rows
+    TILES, PAIRS, SIZE = rows // 8, BN // 2, BN * rows
+    pack = half_ops(dtype).pack
+
+    @device
+    def write(out, partial, arrivals, sums, arrived, count, size, out_s):
+        tid, mine = cuda.threadIdx.x, i64(cuda.blockIdx.x * SPLIT + cuda.blockIdx.y) * SIZE
+        for p in range(tid, PAIRS * ROWS, THREADS):
+            r, o = p % ROWS, p // ROWS * 2
+            n = cuda.blockIdx.x * BN + o
+            if r < count and n < size:
+                base = (o // 16 * TILES + r // 8) * 128 + o % 16 * 8 + r % 8
+                a, b = _sum_of(sums, base, SIZE, WK), _sum_of(sums, base + 8, SIZE, WK)
+                if SPLIT > 1:
+                    partial[mine + 2 * p] = a
+                    partial[mine + 2 * p + 1] = b
+                else:
+                    out[i64(r) * out_s + n // 2] = pack(a, b)
+        if SPLIT > 1:
+            cuda.threadfence()
+            cuda.syncthreads()
+            if tid == 0:
+                arrived[0] = atomic_inc(arrivals, cuda.blockIdx.x)
+            cuda.syncthreads()
+            if arrived[0] == SPLIT - 1:
+                cuda.threadfence()
+                if tid == 0:
+                    arrivals[cuda.blockIdx.x] = 0  # ready for the next launch
+                mine -= i64(cuda.blockIdx.y) * SIZE
+                for p in range(tid, PAIRS * ROWS, THREADS):
+                    r, n = p % ROWS, cuda.blockIdx.x * BN + p // ROWS * 2
+                    if r < count and n < size:
+                        a, b = f32(0.0), f32(0.0)
+                        for y in range(SPLIT):
+                            v = ldcg2(partial, mine + y * SIZE + 2 * p)
+                            a += v[0]
+                            b += v[1]
+                        out[i64(r) * out_s + n // 2] = pack(a, b)
+
+    return write
+
+
+@functools.cache
+def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
+    """out [rows, N] = x [rows, features] @ weight.T for up to `rows` rows, 8 or 16, and even N. Grid (ceil(N / tiling.outputs), tiling.split).
+
+    Sums are float32, and in the same order whatever other rows there are.
+    """
+    if rows not in (8, 16):
+        raise ValueError(f"no such kernel: rows {rows} (8, 16)")
+    W, GROUPED, STEPS, GROUPS = format.scale_words, format.group < format.features, format.steps, format.groups
+    MT, WM, WK, DEPTH, HALVES = tiling.tiles, tiling.across, tiling.along, tiling.depth, format.step // 32
+    PLACES = tiling.split * WK
+    ROUNDS = -(-STEPS // (PLACES * DEPTH))
+    WHOLE, TILES = STEPS == ROUNDS * PLACES * DEPTH, rows // 8
+    KEPT, SCALES = DEPTH * MT * 4, MT * W * (DEPTH * (2 if format.group < format.step else 1) if GROUPED else 1)
+    SUMS, SEEN, ALL = MT * TILES * 4, TILES * HALVES * 4, tiling.outputs * WK * rows
+    fetch, multiply, scaled = _step(format, MT, TILES, WHOLE)
+    finish = _finish(format.dtype, rows, tiling)
+
+    @kernel(SIGNATURE, tiling.threads, f"quantized_gemv_{format.name}_r{rows}_{tiling.name}", tiling.min_blocks)
     def matmul(out, x, weight, scales, partial, arrivals, count, size, x_s, out_s):
         tid = cuda.threadIdx.x
         warp, g, t = tid // 32, tid % 32 // 4, tid % 4
@@ -325,37 +395,51 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
             sums[base + 64] = totals[i * 4 + 2]
             sums[base + 65] = totals[i * 4 + 3]
         cuda.syncthreads()
-        mine = i64(cuda.blockIdx.x * SPLIT + cuda.blockIdx.y) * SIZE
-        for p in range(tid, PAIRS * ROWS, THREADS):
-            r, o = p % ROWS, p // ROWS * 2
-            n = cuda.blockIdx.x * BN + o
-            if r < count and n < size:
-                base = (o // 16 * TILES + r // 8) * 128 + o % 16 * 8 + r % 8
-                a, b = _sum_of(sums, base, STRIDE, WK), _sum_of(sums, base + 8, STRIDE, WK)
-                if SPLIT > 1:
-                    partial[mine + 2 * p] = a
-                    partial[mine + 2 * p + 1] = b
-                else:
-                    out[i64(r) * out_s + n // 2] = pack(a, b)
-        if SPLIT > 1:
-            cuda.threadfence()
-            cuda.syncthreads()
-            if tid == 0:
-                arrived[0] = atomic_inc(arrivals, cuda.blockIdx.x)
-            cuda.syncthreads()
-            if arrived[0] == SPLIT - 1:
-                cuda.threadfence()
-                if tid == 0:
-                    arrivals[cuda.blockIdx.x] = 0  # ready for the next launch
-                mine -= i64(cuda.blockIdx.y) * SIZE
-                for p in range(tid, PAIRS * ROWS, THREADS):
-                    r, n = p % ROWS, cuda.blockIdx.x * BN + p // ROWS * 2
-                    if r < count and n < size:
-                        a, b = f32(0.0), f32(0.0)
-                        for y in range(SPLIT):
-                            v = ldcg2(partial, mine + y * SIZE + 2 * p)
-                            a += v[0]
-                            b += v[1]
-                        out[i64(r) * out_s + n // 2] = pack(a, b)
+        finish(out, partial, arrivals, sums, arrived, count, size, out_s)
 
     return matmul
+
+
+def choose_tiling(format: Format, outputs: int, rows: int, multiprocessors: int) -> Tiling:
+    """How a matmul of up to 16 rows is dealt out."""
+    return Tiling(1, 1, 8, 8)
+
+
+@functools.cache
+def dequantize(format: Format) -> CudaKernel:
+    """out [outputs, features] in the dtype of the activations: the weights of output `first`, a multiple of 16, and those behind it.
+
+    Grid (ceil(outputs / 16), ceil(features / (4 format.step))).
+    """
+    STEP, W, GROUP, K, WARPS = format.step, format.scale_words, format.group, format.features, 4
+    STEPS, GROUPS, HALVES = format.steps, format.groups, STEP // 32
+    half = half_ops(format.dtype)
+    lo, hi, pack = half.lo, half.hi, half.pack
+    matrix, zero_points, factors = decoder(format)
+
+    @device
+    def times(word, factor):
+        return pack(lo(word) * factor, hi(word) * factor)
+
+    @kernel("u32* u32* u32* i32 i32", 32 * WARPS, f"dequantize_{format.name}")
+    def write(out, weight, scales, first, size):
+        lane, step = cuda.threadIdx.x % 32, cuda.blockIdx.y * WARPS + cuda.threadIdx.x // 32
+        g, tile = lane // 4, i64(first // 16 + cuda.blockIdx.x)
+        words = cuda.local.array(4, u32)
+        held = cuda.local.array(W, u32)
+        if step < STEPS:
+            a = ldg128_stream(weight, ((tile * STEPS + step) * 32 + lane) * 4)
+            for i in range(4):
+                words[i] = a[i]
+            for h in range(HALVES):
+                for w in range(W):
+                    held[w] = scales[((tile * GROUPS + (step * STEP + 32 * h) // GROUP) * 8 + g) * W + w]
+                z, f = zero_points(held, 0), factors(held, 0)
+                p, q = matrix(words, 2 * h, z), matrix(words, 2 * h + 1, z)
+                for r in range(2):
+                    row = cuda.blockIdx.x * 16 + 8 * r + g
+                    if row < size:
+                        four = (times(p[r], f[r]), times(p[2 + r], f[r]), times(q[r], f[r]), times(q[2 + r], f[r]))
+                        stg128(out, (i64(row) * K + step * STEP + 32 * h + lane % 4 * 8) // 2, four)
+
+    return write
