@@ -8,20 +8,23 @@ from typing import Any
 
 import numpy as np
 
+from minivllm_kernels.cuda import warp_sim
 from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i32, i64, kernel, u32
 from minivllm_kernels.cuda.warp import (
-    atomic_inc,
+    cp_async16,
+    cp_commit,
     grid_release,
     grid_wait,
     instruction,
-    ldcg2,
     ldg128,
     ldg128_stream,
     prmt,
+    smem_addr,
     stg128,
 )
 
 KINDS = ("int4", "int8", "fp8")
+U32 = np.dtype(np.uint32)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,11 @@ class Format:
     def groups(self) -> int:
         """Scales of an output."""
         return self.features // self.group
+
+    @property
+    def spans(self) -> int:
+        """Scales of a step."""
+        return 2 if self.groups > 1 and self.group < self.step else 1
 
     @property
     def scale_words(self) -> int:
@@ -190,66 +198,105 @@ def decoder(format: Format) -> tuple[Any, Any, Any]:
 class Tiling:
     """How a matmul is dealt out.
 
-    tiles: of 16 outputs, of a warp. across: warps of a block beside each other. along: warps of a block that share the inputs.
-    depth: steps of a warp whose weights are under way at once. split: blocks that share the inputs.
+    tiles: of 16 outputs, of a block. warps: of a block; they share the inputs. depth: steps of a warp, one of which is multiplied by while the
+    others are under way. blocks: of a multiprocessor.
     """
 
     tiles: int
-    across: int
-    along: int
+    warps: int
     depth: int
-    split: int = 1
-    min_blocks: int = 1
-
-    @property
-    def outputs(self) -> int:
-        """Of a block."""
-        return 16 * self.tiles * self.across
-
-    @property
-    def threads(self) -> int:
-        """Of a block."""
-        return 32 * self.across * self.along
+    blocks: int
 
     @property
     def name(self) -> str:
         """For the names of kernels."""
-        return f"{self.tiles}x{self.across}x{self.along}_d{self.depth}_s{self.split}_b{self.min_blocks}"
+        return f"{self.tiles}x{self.warps}_d{self.depth}_b{self.blocks}"
 
 
-SIGNATURE = "u32* u32* u32* u32* f32* i32* i32 i32 i32 i32"
-"""out, x, weight, scales, sums and arrivals of blocks; rows; outputs; words from one row of x, and of out, to the next."""
+SIGNATURE = "u32* u32* u32* u32* i32 i32 i32 i32"
+"""out, x, weight, scales; rows; outputs; words from one row of x, and of out, to the next."""
 
 
-@device
-def _sum_of(sums, base, stride, count):
-    """The sum of sums[base], sums[base + stride], ... of `count`."""
-    a = sums[base]
-    for part in range(1, count):
-        a += sums[base + part * stride]
-    return a
+@instruction(
+    "{ .reg .b32 a; add.s32 a, $4, $5; ld.shared.v4.u32 {$0,$1,$2,$3}, [a]; }",
+    "u32 u32 u32 u32",
+    "u32 i32",
+    effect=True,
+)
+def lds128(base, offset):
+    """Four words from byte `offset` of the shared array `base`."""
+    return tuple(base[int(offset) // 4 + i] for i in range(4))
 
 
-def _step(format: Format, tiles: int, blocks: int, whole: bool) -> tuple[Any, Any, Any]:
-    """Device functions of a warp with `tiles` times 16 outputs and `blocks` times 8 rows: fetch a step, multiply by it, and add up."""
-    STEP, W, GROUP, GROUPED = format.step, format.scale_words, format.group, format.group < format.features
-    STEPS, GROUPS, MT, TILES, WHOLE = format.steps, format.groups, tiles, blocks, whole
-    HALVES, SLICES, SPANS = STEP // 32, STEP // 16, 2 if GROUPED and GROUP < STEP else 1
-    mma = half_ops(format.dtype).mma
-    matrix, zero_points, factors = decoder(format)
+@instruction(
+    "{ .reg .b32 a; add.s32 a, $0, $1; cp.async.ca.shared.global [a], [$2], 4; }", "", "u32 i32 ptr", effect=True
+)
+def cp_async4(base, offset, pointer, index):
+    """Start copying a word to byte `offset` of the shared array `base`."""
+    base[int(offset) // 4] = pointer[index]
+
+
+@instruction("bar.warp.sync -1;", effect=True)
+def warp_sync():
+    """The lanes of a warp see what each has written to shared memory."""
+    warp_sim.exchange(0)
+
+
+@functools.cache
+def wait_but(groups: int) -> Any:
+    """A device function: wait until all groups of copies but the newest `groups` have arrived."""
+
+    @instruction(f"cp.async.wait_group {groups};", effect=True)
+    def wait():
+        pass
+
+    return wait
+
+
+def _copy(format: Format, tiling: Tiling) -> Any:
+    """A device function: start copying a step, weights and scales, to a slot of the warp's ring.
+
+    w_at, s_at: where they are; of scales that is where those of the tile are, if a warp goes from group to group in no fixed stride.
+    """
+    STEP, W, GROUP, MT, WARPS, DEPTH = (
+        format.step,
+        format.scale_words,
+        format.group,
+        tiling.tiles,
+        tiling.warps,
+        tiling.depth,
+    )
+    STEPS, GROUPS, GROUPED = format.steps, format.groups, format.groups > 1
+    REGULAR, WHOLE, WORDS = WARPS * STEP % GROUP == 0, STEPS % WARPS == 0, format.spans * format.scale_words
 
     @device
-    def fetch(kept, held, weight, scales, w_at, s_at, step, slot):
-        """Bring the weights of a step, and their scales."""
-        step = step if WHOLE else min(step, STEPS - 1)
-        for m in range(MT):
-            a = ldg128_stream(weight, w_at + (step + m * STEPS) * 128)
-            for i in range(4):
-                kept[(slot * MT + m) * 4 + i] = a[i]
-            if GROUPED:
-                for s in range(SPANS * W):
-                    at = s_at + (step * STEP // GROUP + s // W + m * GROUPS) * (8 * W) + s % W
-                    held[(slot * MT + m) * SPANS * W + s] = scales[at]
+    def copy(ring, held, weight, scales, w_at, s_at, step, slot):
+        lane, at = cuda.threadIdx.x % 32, i32(cuda.threadIdx.x // 32 * DEPTH + slot)
+        if WHOLE or step < STEPS:
+            for m in range(MT):
+                cp_async16(ring, i32(i32(at * (MT * 512)) + i32(m * 512 + lane * 16)), weight, w_at + m * (STEPS * 128))
+                if GROUPED and lane % 4 == 0:
+                    first = s_at if REGULAR else s_at + i32(step) * STEP // GROUP * (8 * W)
+                    for s in range(WORDS):
+                        to = i32(i32(at * (MT * WORDS * 32)) + i32((m * 8 + lane // 4) * (WORDS * 4) + s * 4))
+                        cp_async4(held, to, scales, first + (m * GROUPS * 8 * W + s // W * 8 * W + s % W))
+        cp_commit()
+
+    return copy
+
+
+def _multiply(format: Format, tiles: int, blocks: int) -> tuple[Any, Any]:
+    """Device functions for `tiles` times 16 outputs and `blocks` times 8 rows: multiply by a step, and add up."""
+    W, GROUPED, SPANS, HALVES, MT, TILES = (
+        format.scale_words,
+        format.groups > 1,
+        format.spans,
+        format.step // 32,
+        tiles,
+        blocks,
+    )
+    mma = half_ops(format.dtype).mma
+    matrix, zero_points, factors = decoder(format)
 
     @device
     def scaled(totals, acc, held, at, m):
@@ -264,145 +311,149 @@ def _step(format: Format, tiles: int, blocks: int, whole: bool) -> tuple[Any, An
                 acc[4 * tile + i] = f32(0.0)
 
     @device
-    def multiply(totals, acc, kept, held, seen, slot, m):
+    def multiply(totals, acc, kept, held, seen):
         """A step: for each 16 inputs an mma for 8 rows."""
-        for h in range(HALVES):
-            at = ((slot * MT + m) * SPANS + (h if SPANS == 2 else 0)) * W if GROUPED else m * W
-            z = zero_points(held, at)
-            for i in range(2):
-                a = matrix(kept, (slot * MT + m) * SLICES + 2 * h + i, z)
-                for tile in range(TILES):
-                    k, b = (m * TILES + tile) * 4, (tile * HALVES + h) * 4 + 2 * i
-                    c = mma(a[0], a[1], a[2], a[3], seen[b], seen[b + 1], acc[k], acc[k + 1], acc[k + 2], acc[k + 3])
-                    acc[k] = c[0]
-                    acc[k + 1] = c[1]
-                    acc[k + 2] = c[2]
-                    acc[k + 3] = c[3]
-            if GROUPED and (SPANS == 2 or h == HALVES - 1):
-                scaled(totals, acc, held, at, m)
+        for m in range(MT):
+            for h in range(HALVES):
+                at = (m * SPANS + (h if SPANS == 2 else 0)) * W
+                z = zero_points(held, at)
+                for i in range(2):
+                    a = matrix(kept, m * (2 * HALVES) + 2 * h + i, z)
+                    for tile in range(TILES):
+                        k, b = (m * TILES + tile) * 4, (tile * HALVES + h) * 4 + 2 * i
+                        c = mma(
+                            a[0], a[1], a[2], a[3], seen[b], seen[b + 1], acc[k], acc[k + 1], acc[k + 2], acc[k + 3]
+                        )
+                        acc[k] = c[0]
+                        acc[k + 1] = c[1]
+                        acc[k + 2] = c[2]
+                        acc[k + 3] = c[3]
+                if GROUPED and (SPANS == 2 or h == HALVES - 1):
+                    scaled(totals, acc, held, at, m)
 
-    return fetch, multiply, scaled
-
-
-def _finish(dtype: str, rows: int, tiling: Tiling) -> Any:
-    """A device function: add what the warps of a block have, and the blocks that share inputs, and write it."""
-    WK, SPLIT, BN, THREADS, ROWS = tiling.along, tiling.split, tiling.outputs, tiling.threads, rows
-    TILES, PAIRS, SIZE = rows // 8, BN // 2, BN * rows
-    pack = half_ops(dtype).pack
-
-    @device
-    def write(out, partial, arrivals, sums, arrived, count, size, out_s):
-        tid, mine = cuda.threadIdx.x, i64(cuda.blockIdx.x * SPLIT + cuda.blockIdx.y) * SIZE
-        for p in range(tid, PAIRS * ROWS, THREADS):
-            r, o = p % ROWS, p // ROWS * 2
-            n = cuda.blockIdx.x * BN + o
-            if r < count and n < size:
-                base = (o // 16 * TILES + r // 8) * 128 + o % 16 * 8 + r % 8
-                a, b = _sum_of(sums, base, SIZE, WK), _sum_of(sums, base + 8, SIZE, WK)
-                if SPLIT > 1:
-                    partial[mine + 2 * p] = a
-                    partial[mine + 2 * p + 1] = b
-                else:
-                    out[i64(r) * out_s + n // 2] = pack(a, b)
-        if SPLIT > 1:
-            cuda.threadfence()
-            cuda.syncthreads()
-            if tid == 0:
-                arrived[0] = atomic_inc(arrivals, cuda.blockIdx.x)
-            cuda.syncthreads()
-            if arrived[0] == SPLIT - 1:
-                cuda.threadfence()
-                if tid == 0:
-                    arrivals[cuda.blockIdx.x] = 0  # ready for the next launch
-                mine -= i64(cuda.blockIdx.y) * SIZE
-                for p in range(tid, PAIRS * ROWS, THREADS):
-                    r, n = p % ROWS, cuda.blockIdx.x * BN + p // ROWS * 2
-                    if r < count and n < size:
-                        a, b = f32(0.0), f32(0.0)
-                        for y in range(SPLIT):
-                            v = ldcg2(partial, mine + y * SIZE + 2 * p)
-                            a += v[0]
-                            b += v[1]
-                        out[i64(r) * out_s + n // 2] = pack(a, b)
-
-    return write
+    return multiply, scaled
 
 
 @functools.cache
 def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
-    """out [rows, N] = x [rows, features] @ weight.T for up to `rows` rows, 8 or 16, and even N. Grid (ceil(N / tiling.outputs), tiling.split).
+    """out [rows, N] = x [rows, features] @ weight.T for up to `rows` rows, 8 or 16, and even N. Any grid (blocks, 1).
 
     Sums are float32, and in the same order whatever other rows there are.
     """
-    if rows not in (8, 16):
-        raise ValueError(f"no such kernel: rows {rows} (8, 16)")
-    W, GROUPED, STEPS, GROUPS = format.scale_words, format.group < format.features, format.steps, format.groups
-    MT, WM, WK, DEPTH, HALVES = tiling.tiles, tiling.across, tiling.along, tiling.depth, format.step // 32
-    PLACES = tiling.split * WK
-    ROUNDS = -(-STEPS // (PLACES * DEPTH))
-    WHOLE, TILES = STEPS == ROUNDS * PLACES * DEPTH, rows // 8
-    KEPT, SCALES = DEPTH * MT * 4, MT * W * (DEPTH * (2 if format.group < format.step else 1) if GROUPED else 1)
-    SUMS, SEEN, ALL = MT * TILES * 4, TILES * HALVES * 4, tiling.outputs * WK * rows
-    fetch, multiply, scaled = _step(format, MT, TILES, WHOLE)
-    finish = _finish(format.dtype, rows, tiling)
+    if rows not in (8, 16) or tiling.depth & (tiling.depth - 1):
+        raise ValueError(f"no such kernel: rows {rows} (8, 16), depth {tiling.depth} (a power of two)")
+    W, SPANS, GROUPED, STEPS = format.scale_words, format.spans, format.groups > 1, format.steps
+    MT, WARPS, DEPTH, HALVES, TILES, ROWS = tiling.tiles, tiling.warps, tiling.depth, format.step // 32, rows // 8, rows
+    EACH, PAIRS, THREADS = -(-STEPS // WARPS), 8 * MT, 32 * WARPS
+    WHOLE = EACH * WARPS == STEPS
+    SLOTS, WORDS = WARPS * DEPTH * MT, SPANS * W
+    RING, HELD, SUM = SLOTS * 128, SLOTS * 8 * WORDS if GROUPED else 4, WARPS * MT * TILES * 128
+    KEPT, SCALES, SUMS, SEEN = 4 * MT, MT * WORDS, MT * TILES * 4, TILES * HALVES * 4
+    copy, wait = _copy(format, tiling), wait_but(DEPTH - 2)
+    multiply, scaled = _multiply(format, MT, TILES)
+    pack, REGULAR = half_ops(format.dtype).pack, WARPS * format.step % format.group == 0
+    STRIDE, FIRST = WARPS * format.step // format.group * 8 * W if REGULAR else 0, format.step if REGULAR else 0
+    GROUP, GROUPS = format.group, format.groups
 
-    @kernel(SIGNATURE, tiling.threads, f"quantized_gemv_{format.name}_r{rows}_{tiling.name}", tiling.min_blocks)
-    def matmul(out, x, weight, scales, partial, arrivals, count, size, x_s, out_s):
+    @device
+    def start(tile):
+        """Where a lane's weights and scales of a tile begin."""
+        warp, lane = cuda.threadIdx.x // 32, cuda.threadIdx.x % 32
+        w_at = (i64(tile) * (MT * STEPS) + warp) * 128 + lane * 4
+        return w_at, (i64(tile) * (MT * GROUPS) + warp * FIRST // GROUP) * (8 * W) + lane // 4 * W
+
+    @kernel(SIGNATURE, THREADS, f"quantized_gemv_{format.name}_r{rows}_{tiling.name}", tiling.blocks, RING * 4)
+    def matmul(out, x, weight, scales, count, size, x_s, out_s):
         tid = cuda.threadIdx.x
-        warp, g, t = tid // 32, tid % 32 // 4, tid % 4
-        tile = i64(min(cuda.blockIdx.x * WM + warp % WM, (size + 16 * MT - 1) // (16 * MT) - 1) * MT)
-        place = cuda.blockIdx.y * WK + warp // WM
-        w_at, s_at = tile * (STEPS * 128) + tid % 32 * 4, (tile * GROUPS * 8 + g) * W
-        x0, x1 = i64(min(g, count - 1)) * x_s + t * 4, i64(min(8 + g, count - 1)) * x_s + t * 4
-        sums = cuda.shared.array(ALL, f32)
-        arrived = cuda.shared.array(1, i32)
+        warp, lane, g, t = tid // 32, tid % 32, tid % 32 // 4, tid % 4
+        x0, x1 = i32(min(g, count - 1) * x_s + t * 4), i32(min(8 + g, count - 1) * x_s + t * 4)
+        ring = cuda.shared.array(0, U32)
+        held = cuda.shared.array(HELD, u32)
+        sums = cuda.shared.array(SUM, f32)
+        ring_at, held_at = smem_addr(ring), smem_addr(held)
         kept = cuda.local.array(KEPT, u32)
-        held = cuda.local.array(SCALES, u32)
+        factor = cuda.local.array(SCALES, u32)
         seen = cuda.local.array(SEEN, u32)
         acc = cuda.local.array(SUMS, f32)
         totals = cuda.local.array(SUMS, f32)
-        for i in range(SUMS):
-            acc[i] = f32(0.0)
-            totals[i] = f32(0.0)
         grid_release()
-        for slot in range(DEPTH):
-            fetch(kept, held, weight, scales, w_at, s_at, place + slot * PLACES, slot)
-        if not GROUPED:
-            for m in range(MT):
-                for w in range(W):
-                    held[m * W + w] = scales[s_at + m * 8 * W + w]
+        tiles = (size + 16 * MT - 1) // (16 * MT)
+        tile, ahead, left, at = i32(cuda.blockIdx.x), i32(cuda.blockIdx.x), i32(EACH), i32(0)
+        w_at, s_at = start(ahead)
+        for j in range(DEPTH - 1):
+            if ahead < tiles:
+                copy(ring_at, held_at, weight, scales, w_at, s_at, warp + (EACH - left) * WARPS, j)
+            else:
+                cp_commit()
+            w_at, s_at, left = w_at + WARPS * 128, s_at + STRIDE, i32(left - 1)
+            if left == 0:
+                left, ahead = i32(EACH), i32(ahead + cuda.gridDim.x)
+                w_at, s_at = start(ahead)
         grid_wait()
-        for round_ in range(ROUNDS):
-            for slot in range(DEPTH):
-                step = place + (round_ * DEPTH + slot) * PLACES
-                if WHOLE or step < STEPS:
+        while tile < tiles:
+            for i in range(SUMS):
+                acc[i] = f32(0.0)
+                totals[i] = f32(0.0)
+            x_at = i32(warp * (HALVES * 16))
+            for k in range(EACH):
+                if WHOLE or warp + k * WARPS < STEPS:
                     for r in range(TILES):
                         for h in range(HALVES):
-                            b = ldg128(x, (x0 if r == 0 else x1) + (step * HALVES + h) * 16)
+                            b = ldg128(x, i32((x0 if r == 0 else x1) + x_at) + h * 16)
                             for i in range(4):
                                 seen[(r * HALVES + h) * 4 + i] = b[i]
-                    for m in range(MT):
-                        multiply(totals, acc, kept, held, seen, slot, m)
-                if round_ + 1 < ROUNDS:
-                    fetch(kept, held, weight, scales, w_at, s_at, step + DEPTH * PLACES, slot)
-        if not GROUPED:
-            for m in range(MT):
-                scaled(totals, acc, held, m * W, m)
-        for i in range(MT * TILES):
-            base = ((warp * MT * TILES + i) * 16 + g) * 8 + 2 * t
-            sums[base] = totals[i * 4]
-            sums[base + 1] = totals[i * 4 + 1]
-            sums[base + 64] = totals[i * 4 + 2]
-            sums[base + 65] = totals[i * 4 + 3]
-        cuda.syncthreads()
-        finish(out, partial, arrivals, sums, arrived, count, size, out_s)
+                x_at = i32(x_at + WARPS * HALVES * 16)
+                wait()
+                if GROUPED:
+                    warp_sync()
+                slot = i32(warp * DEPTH + (at & (DEPTH - 1)))
+                for m in range(MT):
+                    a = lds128(ring_at, i32(i32(slot * (MT * 512)) + i32(m * 512 + lane * 16)))
+                    for i in range(4):
+                        kept[4 * m + i] = a[i]
+                    for s in range(WORDS):
+                        if GROUPED:
+                            factor[m * WORDS + s] = held[
+                                i32(i32(slot * (MT * 8 * WORDS)) + i32((m * 8 + g) * WORDS + s))
+                            ]
+                if ahead < tiles:
+                    step = warp + (EACH - left) * WARPS
+                    copy(ring_at, held_at, weight, scales, w_at, s_at, step, (at + DEPTH - 1) & (DEPTH - 1))
+                else:
+                    cp_commit()
+                w_at, s_at, left, at = w_at + WARPS * 128, s_at + STRIDE, i32(left - 1), i32(at + 1)
+                if left == 0:
+                    left, ahead = i32(EACH), i32(ahead + cuda.gridDim.x)
+                    w_at, s_at = start(ahead)
+                if WHOLE or warp + k * WARPS < STEPS:
+                    multiply(totals, acc, kept, factor, seen)
+            if not GROUPED:
+                for m in range(MT):
+                    for w in range(W):
+                        factor[m * W + w] = scales[((i64(tile) * MT + m) * 8 + g) * W + w]
+                    scaled(totals, acc, factor, m * W, m)
+            for i in range(MT * TILES):
+                base = ((warp * MT * TILES + i) * 16 + g) * 8 + 2 * t
+                sums[base] = totals[i * 4]
+                sums[base + 1] = totals[i * 4 + 1]
+                sums[base + 64] = totals[i * 4 + 2]
+                sums[base + 65] = totals[i * 4 + 3]
+            cuda.syncthreads()
+            for p in range(tid, PAIRS * ROWS, THREADS):
+                r, o = p % ROWS, p // ROWS * 2
+                n = tile * (16 * MT) + o
+                if r < count and n < size:
+                    base = (o // 16 * TILES + r // 8) * 128 + o % 16 * 8 + r % 8
+                    a, b = f32(0.0), f32(0.0)
+                    for w in range(WARPS):
+                        a += sums[base + w * (MT * TILES * 128)]
+                        b += sums[base + w * (MT * TILES * 128) + 8]
+                    out[i64(r) * out_s + n // 2] = pack(a, b)
+            tile = i32(tile + cuda.gridDim.x)
+            if tile < tiles:
+                cuda.syncthreads()
 
     return matmul
-
-
-def choose_tiling(format: Format, outputs: int, rows: int, multiprocessors: int) -> Tiling:
-    """How a matmul of up to 16 rows is dealt out."""
-    return Tiling(1, 1, 8, 8)
 
 
 @functools.cache
@@ -443,3 +494,8 @@ def dequantize(format: Format) -> CudaKernel:
                         stg128(out, (i64(row) * K + step * STEP + 32 * h + lane % 4 * 8) // 2, four)
 
     return write
+
+
+def choose_tiling(format: Format, outputs: int, rows: int) -> Tiling:
+    """How a matmul of up to 16 rows is dealt out."""
+    return Tiling(1, 8, 8, 2)
