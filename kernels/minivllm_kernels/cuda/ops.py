@@ -532,12 +532,6 @@ def gemv(x: Tensor, weight: Tensor, gated: bool = False, kind: str = "auto") -> 
     return out
 
 
-@functools.cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Counters of the blocks that share outputs, all zero between launches."""
-    return torch.zeros(1 << 14, dtype=torch.int32, device=device)
-
-
 def check_packed(format: Format, words: Tensor, scales: Tensor, outputs: int) -> None:
     """Refuse what is no weight [outputs, format.features] in `format`, padded to a multiple of 32 outputs."""
     padded, bits = -(-outputs // 32) * 32, 4 if format.kind == "int4" else 8
@@ -557,14 +551,11 @@ def quantized_gemv(x: Tensor, format: Format, words: Tensor, scales: Tensor, out
     check_packed(format, words, scales, outputs)
     if not 0 < rows <= 16 or outputs % 2:
         raise ValueError(f"the kernel takes 1 to 16 rows and an even number of outputs, not {rows} and {outputs}")
-    tiling = choose_tiling(format, outputs, rows, _multiprocessors(device))
-    chosen, blocks = quantized.quantized_gemv(format, 8 if rows <= 8 else 16, tiling), -(-outputs // tiling.outputs)
-    out, partial, arrivals = torch.empty(rows, outputs, dtype=x.dtype, device=device), None, None
-    if tiling.split > 1:
-        partial = torch.empty(blocks * tiling.split * tiling.outputs * 16, dtype=torch.float32, device=device)
-        arrivals = _arrivals(device)
-    read = (out.data_ptr(), x.data_ptr(), words.data_ptr(), scales.data_ptr(), _address(partial), _address(arrivals))
-    run(chosen, device, (blocks, tiling.split), *read, rows, outputs, x.stride(0) // 2, outputs // 2)
+    tiling, out = choose_tiling(format, outputs, rows), torch.empty(rows, outputs, dtype=x.dtype, device=device)
+    chosen = quantized.quantized_gemv(format, 8 if rows <= 8 else 16, tiling)
+    blocks = min(-(-outputs // (16 * tiling.tiles)), tiling.blocks * _multiprocessors(device))
+    read = out.data_ptr(), x.data_ptr(), words.data_ptr(), scales.data_ptr()
+    run(chosen, device, (blocks, 1), *read, rows, outputs, x.stride(0) // 2, outputs // 2)
     return out
 
 

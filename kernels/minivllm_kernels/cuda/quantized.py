@@ -456,6 +456,11 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
     return matmul
 
 
+def choose_tiling(format: Format, outputs: int, rows: int) -> Tiling:
+    """How a matmul of up to 16 rows is dealt out."""
+    return Tiling(1, 8, 8, 2)
+
+
 @functools.cache
 def dequantize(format: Format) -> CudaKernel:
     """out [outputs, features] in the dtype of the activations: the weights of output `first`, a multiple of 16, and those behind it.
@@ -494,8 +499,3 @@ def dequantize(format: Format) -> CudaKernel:
                         stg128(out, (i64(row) * K + step * STEP + 32 * h + lane % 4 * 8) // 2, four)
 
     return write
-
-
-def choose_tiling(format: Format, outputs: int, rows: int) -> Tiling:
-    """How a matmul of up to 16 rows is dealt out."""
-    return Tiling(1, 8, 8, 2)
