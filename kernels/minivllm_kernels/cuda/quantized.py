@@ -334,6 +334,43 @@ def _multiply(format: Format, tiles: int, blocks: int) -> tuple[Any, Any]:
     return multiply, scaled
 
 
+def _finish(dtype: str, rows: int, tiling: Tiling) -> Any:
+    """A device function: add what the warps of a block have, and write it."""
+    MT, WARPS, TILES, ROWS, PAIRS, THREADS = (
+        tiling.tiles,
+        tiling.warps,
+        rows // 8,
+        rows,
+        8 * tiling.tiles,
+        32 * tiling.warps,
+    )
+    pack = half_ops(dtype).pack
+
+    @device
+    def finish(out, totals, sums, tile, count, size, out_s):
+        tid = cuda.threadIdx.x
+        warp, g, t = tid // 32, tid % 32 // 4, tid % 4
+        for i in range(MT * TILES):
+            base = ((warp * MT * TILES + i) * 16 + g) * 8 + 2 * t
+            sums[base] = totals[i * 4]
+            sums[base + 1] = totals[i * 4 + 1]
+            sums[base + 64] = totals[i * 4 + 2]
+            sums[base + 65] = totals[i * 4 + 3]
+        cuda.syncthreads()
+        for p in range(tid, PAIRS * ROWS, THREADS):
+            r, o = p % ROWS, p // ROWS * 2
+            n = tile * (16 * MT) + o
+            if r < count and n < size:
+                base = (o // 16 * TILES + r // 8) * 128 + o % 16 * 8 + r % 8
+                a, b = f32(0.0), f32(0.0)
+                for w in range(WARPS):
+                    a += sums[base + w * (MT * TILES * 128)]
+                    b += sums[base + w * (MT * TILES * 128) + 8]
+                out[i64(r) * out_s + n // 2] = pack(a, b)
+
+    return finish
+
+
 @functools.cache
 def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
     """out [rows, N] = x [rows, features] @ weight.T for up to `rows` rows, 8 or 16, and even N. Any grid (blocks, 1).
@@ -343,15 +380,15 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
     if rows not in (8, 16) or tiling.depth & (tiling.depth - 1):
         raise ValueError(f"no such kernel: rows {rows} (8, 16), depth {tiling.depth} (a power of two)")
     W, SPANS, GROUPED, STEPS = format.scale_words, format.spans, format.groups > 1, format.steps
-    MT, WARPS, DEPTH, HALVES, TILES, ROWS = tiling.tiles, tiling.warps, tiling.depth, format.step // 32, rows // 8, rows
-    EACH, PAIRS, THREADS = -(-STEPS // WARPS), 8 * MT, 32 * WARPS
+    MT, WARPS, DEPTH, HALVES, TILES = tiling.tiles, tiling.warps, tiling.depth, format.step // 32, rows // 8
+    EACH, THREADS = -(-STEPS // WARPS), 32 * WARPS
     WHOLE = EACH * WARPS == STEPS
     SLOTS, WORDS = WARPS * DEPTH * MT, SPANS * W
     RING, HELD, SUM = SLOTS * 128, SLOTS * 8 * WORDS if GROUPED else 4, WARPS * MT * TILES * 128
     KEPT, SCALES, SUMS, SEEN = 4 * MT, MT * WORDS, MT * TILES * 4, TILES * HALVES * 4
     copy, wait = _copy(format, tiling), wait_but(DEPTH - 2)
     multiply, scaled = _multiply(format, MT, TILES)
-    pack, REGULAR = half_ops(format.dtype).pack, WARPS * format.step % format.group == 0
+    finish, REGULAR = _finish(format.dtype, rows, tiling), WARPS * format.step % format.group == 0
     STRIDE, FIRST = WARPS * format.step // format.group * 8 * W if REGULAR else 0, format.step if REGULAR else 0
     GROUP, GROUPS = format.group, format.groups
 
@@ -432,23 +469,7 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
                     for w in range(W):
                         factor[m * W + w] = scales[((i64(tile) * MT + m) * 8 + g) * W + w]
                     scaled(totals, acc, factor, m * W, m)
-            for i in range(MT * TILES):
-                base = ((warp * MT * TILES + i) * 16 + g) * 8 + 2 * t
-                sums[base] = totals[i * 4]
-                sums[base + 1] = totals[i * 4 + 1]
-                sums[base + 64] = totals[i * 4 + 2]
-                sums[base + 65] = totals[i * 4 + 3]
-            cuda.syncthreads()
-            for p in range(tid, PAIRS * ROWS, THREADS):
-                r, o = p % ROWS, p // ROWS * 2
-                n = tile * (16 * MT) + o
-                if r < count and n < size:
-                    base = (o // 16 * TILES + r // 8) * 128 + o % 16 * 8 + r % 8
-                    a, b = f32(0.0), f32(0.0)
-                    for w in range(WARPS):
-                        a += sums[base + w * (MT * TILES * 128)]
-                        b += sums[base + w * (MT * TILES * 128) + 8]
-                    out[i64(r) * out_s + n // 2] = pack(a, b)
+            finish(out, totals, sums, tile, count, size, out_s)
             tile = i32(tile + cuda.gridDim.x)
             if tile < tiles:
                 cuda.syncthreads()
