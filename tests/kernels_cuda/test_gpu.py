@@ -4,12 +4,15 @@ import numpy as np
 import pytest
 import torch
 from cuda_weights import WEIGHTS, random_weight
+from quantized_checkpoints import CASES, write_checkpoint
 
 from minivllm.attention.backend import FP8, AttentionBatch, AttentionSpec, KVScales, as_bytes, to_fp8
 from minivllm.attention.numba_cuda import NumbaCudaBackend, NumbaCudaInvariantBackend
-from minivllm.attention.select import select_backend
-from minivllm.models.linear.cuda import CUDAPackedWeight, packed
+from minivllm.attention.select import make_backend, select_backend
+from minivllm.models.decoder import Decoder
+from minivllm.models.linear.cuda import CUDAPackedWeight, CUDAStoredLinear, packed
 from minivllm.models.linear.layer import Linear, method_or_torch
+from minivllm.models.loading import load_model
 from minivllm_kernels.cuda import ops
 from minivllm_kernels.cuda.prefill_hopper import HOPPER
 
@@ -488,6 +491,22 @@ def test_quantized_gemv(dtype, name, size, features):
 def rel_rows(got, alone, rows):
     """Up to 8 rows the very same; more take a kernel that adds in another order."""
     return torch.equal(got, alone) if rows <= 8 else relative_error(got, alone.double()) < 4e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_layers_of_quantized_checkpoints(case, tmp_path):
+    write_checkpoint(tmp_path / "model", case)
+    loaded = load_model(tmp_path / "model")
+    decoder = Decoder(loaded.spec, make_backend("sdpa"), BF16, CUDA, "gemv")
+    decoder.load_weights(loaded.weights("bfloat16"))
+    for linear in decoder.linears():
+        assert isinstance(linear.method, CUDAStoredLinear)
+        x = torch.randn(20, linear.in_features, device=CUDA, dtype=BF16)
+        exact = x.double() @ linear.weight.double().t()  # a weight in bf16, so two roundings
+        kernel = all(isinstance(value, CUDAPackedWeight) for value in linear.method.values)
+        for rows in (1, 5, 16, 20):
+            limit = 2 * TOLERANCE[BF16] if kernel or CASES[case][2] == "none" else 0.06  # torch rounds activations
+            assert relative_error(linear(x[:rows]), exact[:rows]) < limit, (case, rows)
 
 
 def test_quantized_gemv_refuses_what_it_cannot_read():
