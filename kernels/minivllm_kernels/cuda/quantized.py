@@ -199,18 +199,20 @@ class Tiling:
     """How a matmul is dealt out.
 
     tiles: of 16 outputs, of a block. warps: of a block; they share the inputs. depth: steps of a warp, one of which is multiplied by while the
-    others are under way. blocks: of a multiprocessor.
+    others are under way. blocks: of a multiprocessor. fit: blocks that its registers must be enough for; if these are more, those of the next
+    launch can begin to copy before this one has ended.
     """
 
     tiles: int
     warps: int
     depth: int
     blocks: int
+    fit: int
 
     @property
     def name(self) -> str:
         """For the names of kernels."""
-        return f"{self.tiles}x{self.warps}_d{self.depth}_b{self.blocks}"
+        return f"{self.tiles}x{self.warps}_d{self.depth}_f{self.fit}"
 
 
 SIGNATURE = "u32* u32* u32* u32* i32 i32 i32 i32"
@@ -347,11 +349,11 @@ def _finish(dtype: str, rows: int, tiling: Tiling) -> Any:
     pack = half_ops(dtype).pack
 
     @device
-    def finish(out, totals, sums, tile, count, size, out_s):
+    def finish(out, totals, sums, turn, tile, count, size, out_s):
         tid = cuda.threadIdx.x
         warp, g, t = tid // 32, tid % 32 // 4, tid % 4
         for i in range(MT * TILES):
-            base = ((warp * MT * TILES + i) * 16 + g) * 8 + 2 * t
+            base = turn + ((warp * MT * TILES + i) * 16 + g) * 8 + 2 * t
             sums[base] = totals[i * 4]
             sums[base + 1] = totals[i * 4 + 1]
             sums[base + 64] = totals[i * 4 + 2]
@@ -361,7 +363,7 @@ def _finish(dtype: str, rows: int, tiling: Tiling) -> Any:
             r, o = p % ROWS, p // ROWS * 2
             n = tile * (16 * MT) + o
             if r < count and n < size:
-                base = (o // 16 * TILES + r // 8) * 128 + o % 16 * 8 + r % 8
+                base = turn + (o // 16 * TILES + r // 8) * 128 + o % 16 * 8 + r % 8
                 a, b = f32(0.0), f32(0.0)
                 for w in range(WARPS):
                     a += sums[base + w * (MT * TILES * 128)]
@@ -386,6 +388,7 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
     SLOTS, WORDS = WARPS * DEPTH * MT, SPANS * W
     RING, HELD, SUM = SLOTS * 128, SLOTS * 8 * WORDS if GROUPED else 4, WARPS * MT * TILES * 128
     KEPT, SCALES, SUMS, SEEN = 4 * MT, MT * WORDS, MT * TILES * 4, TILES * HALVES * 4
+    TWICE, BOTH = SUM <= 5120, SUM * 2 if SUM <= 5120 else SUM  # then one barrier for a tile is enough
     copy, wait = _copy(format, tiling), wait_but(DEPTH - 2)
     multiply, scaled = _multiply(format, MT, TILES)
     finish, REGULAR = _finish(format.dtype, rows, tiling), WARPS * format.step % format.group == 0
@@ -399,14 +402,14 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
         w_at = (i64(tile) * (MT * STEPS) + warp) * 128 + lane * 4
         return w_at, (i64(tile) * (MT * GROUPS) + warp * FIRST // GROUP) * (8 * W) + lane // 4 * W
 
-    @kernel(SIGNATURE, THREADS, f"quantized_gemv_{format.name}_r{rows}_{tiling.name}", tiling.blocks, RING * 4)
+    @kernel(SIGNATURE, THREADS, f"quantized_gemv_{format.name}_r{rows}_{tiling.name}", tiling.fit, RING * 4)
     def matmul(out, x, weight, scales, count, size, x_s, out_s):
         tid = cuda.threadIdx.x
         warp, lane, g, t = tid // 32, tid % 32, tid % 32 // 4, tid % 4
         x0, x1 = i32(min(g, count - 1) * x_s + t * 4), i32(min(8 + g, count - 1) * x_s + t * 4)
         ring = cuda.shared.array(0, U32)
         held = cuda.shared.array(HELD, u32)
-        sums = cuda.shared.array(SUM, f32)
+        sums = cuda.shared.array(BOTH, f32)
         ring_at, held_at = smem_addr(ring), smem_addr(held)
         kept = cuda.local.array(KEPT, u32)
         factor = cuda.local.array(SCALES, u32)
@@ -415,7 +418,7 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
         totals = cuda.local.array(SUMS, f32)
         grid_release()
         tiles = (size + 16 * MT - 1) // (16 * MT)
-        tile, ahead, left, at = i32(cuda.blockIdx.x), i32(cuda.blockIdx.x), i32(EACH), i32(0)
+        tile, ahead, left, at, turn = i32(cuda.blockIdx.x), i32(cuda.blockIdx.x), i32(EACH), i32(0), i32(0)
         w_at, s_at = start(ahead)
         for j in range(DEPTH - 1):
             if ahead < tiles:
@@ -469,9 +472,9 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
                     for w in range(W):
                         factor[m * W + w] = scales[((i64(tile) * MT + m) * 8 + g) * W + w]
                     scaled(totals, acc, factor, m * W, m)
-            finish(out, totals, sums, tile, count, size, out_s)
-            tile = i32(tile + cuda.gridDim.x)
-            if tile < tiles:
+            finish(out, totals, sums, turn, tile, count, size, out_s)
+            turn, tile = i32(SUM - turn) if TWICE else turn, i32(tile + cuda.gridDim.x)
+            if not TWICE and tile < tiles:
                 cuda.syncthreads()
 
     return matmul
@@ -479,7 +482,7 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
 
 def choose_tiling(format: Format, outputs: int, rows: int) -> Tiling:
     """How a matmul of up to 16 rows is dealt out."""
-    return Tiling(1, 8, 8, 2)
+    return Tiling(1, 8, 8, 2, 2)
 
 
 @functools.cache
