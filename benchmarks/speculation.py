@@ -13,6 +13,12 @@ The suffix proposer would know the answers of the rounds before, which are the s
 
 With `--train N` heads are trained first, on N answers of the model to questions of the chat's kind about other things, and get a row.
 
+    python benchmarks/speculation.py --verify [--batches 1 16] [--drafts 4] [--rounds 40] [--json FILE]
+
+What does a step cost that verifies 1 + k tokens of each request, against one of a single token? One engine, whose steps carry 0, 1, ... draft tokens
+in turn, all of them wrong: neighbours in time, so that what else the machine does meets all alike. The table shows the median of the ratios
+of neighbours, and of the milliseconds.
+
     python benchmarks/speculation.py --gpu [--tokens 512] [--drafts 4] [--acceptance 0.7] [--rounds 5] [--json FILE]
 
 One stream on a GPU: random weights in Qwen3-0.6B's shape, draft tokens that are accepted by chance, against none. Both engines replay
@@ -24,6 +30,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +117,10 @@ def trained_heads(model: str, dtype: str, count: int, heads: int, folder: Path) 
     return save_medusa(folder, tensors)
 
 
-def engines(model: str, drafts: int, dtype: str, heads: Path | None) -> dict[str, LLM]:
+METHODS = ("n-gram", "suffix", "suffix, seen", "medusa")
+
+
+def engines(model: str, drafts: int, dtype: str, heads: Path | None, methods: Sequence[str]) -> dict[str, LLM]:
     """One engine for each row of the table."""
     suffix = {"method": "suffix", "num_speculative_tokens": drafts}
     configs = {
@@ -124,10 +134,11 @@ def engines(model: str, drafts: int, dtype: str, heads: Path | None) -> dict[str
     sizes: dict[str, Any] = {
         "dtype": dtype,
         "max_model_len": 1024,
-        "num_gpu_blocks": 1200,
+        "num_gpu_blocks": 2000,
         "enable_prefix_caching": False,
     }
-    return {name: LLM(model, speculative_config=config, **sizes) for name, config in configs.items()}
+    wanted = {name: config for name, config in configs.items() if name in ("off", *methods)}
+    return {name: LLM(model, speculative_config=config, **sizes) for name, config in wanted.items()}
 
 
 def measure(
@@ -142,6 +153,55 @@ def measure(
     seconds, after = time.perf_counter() - start, llm.get_metrics()
     counts = [after.get(name, 0) - before.get(name, 0) for name in names]
     return seconds, [list(output.outputs[0].token_ids) for output in outputs], counts
+
+
+class Cycle:
+    """Drafts of 0, 1, ... tokens in turn, which are hardly ever right."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.calls = most, 0
+
+    def propose(self, requests: Any, view: Any) -> list[list[int]]:
+        n, self.calls = self.calls % (self.most + 1), self.calls + 1
+        return [[(int(request.token_ids[-1]) * 7 + 11) % 20_000] * n for request in requests]
+
+
+def verify_cost(args: argparse.Namespace) -> None:
+    """Steps of 1 to `args.drafts` + 1 tokens a request, in turn."""
+    rows = []
+    for batch in args.batches:
+        config = {"method": Cycle(args.drafts), "num_speculative_tokens": args.drafts, "dynamic_length": False}
+        limits = {"max_model_len": 1024, "num_gpu_blocks": 1600, "enable_prefix_caching": False}
+        params = SamplingParams(temperature=0, max_tokens=700, ignore_eos=True)
+        with LLM(args.model, dtype=args.dtype, speculative_config=config, **limits) as llm:
+            engine, stats = llm.llm_engine, llm.llm_engine.core.scheduler.spec_stats
+            for i in range(batch):
+                prompt = {"prompt_token_ids": [(131 * i + 17 * j) % 20_000 + 100 for j in range(200)]}
+                engine.add_request(str(i), prompt, params)
+            seconds: dict[int, list[float]] = {n: [] for n in range(args.drafts + 1)}
+            for _ in range((args.rounds + 3) * (args.drafts + 1)):  # the first prefill and compile
+                before, start = stats.num_draft_tokens, time.perf_counter()
+                engine.step()
+                took = time.perf_counter() - start
+                seconds[(stats.num_draft_tokens - before) // batch].append(took)
+        of = {n: times[-args.rounds :] for n, times in seconds.items()}
+        for n, times in of.items():
+            ratio = statistics.median(own / one for own, one in zip(times, of[0], strict=True))
+            rows.append({
+                "batch": batch, "tokens": n + 1, "ms": round(1e3 * statistics.median(times), 3), "ratio": round(ratio, 3),
+                "lowest_ms": round(1e3 * min(times), 3), "lowest_ratio": round(min(times) / min(of[0]), 3),
+            })  # fmt: skip
+    about = (
+        f"{args.model}, {torch.get_num_threads()} threads; steps with 1 to {args.drafts + 1} tokens a request in turn"
+    )
+    print(f"{about}, {args.rounds} of each, medians (and the lowest)")
+    print("batch  tokens  ms a step          over 1 token")
+    for row in rows:
+        print(
+            f"{row['batch']:5}  {row['tokens']:6}  {row['ms']:7.2f} ({row['lowest_ms']:7.2f})  {row['ratio']:5.2f} ({row['lowest_ratio']:.2f})"
+        )
+    if args.json:
+        args.json.write_text(json.dumps({"about": about, "rounds": args.rounds, "rows": rows}, indent=1) + "\n")
 
 
 def on_gpu(args: argparse.Namespace) -> None:
@@ -205,6 +265,8 @@ def main() -> None:
     parser.add_argument(
         "--acceptance", type=float, default=0.7, help="with --gpu: the chance that a draft token is accepted"
     )
+    parser.add_argument("--verify", action="store_true", help="what steps of more tokens cost")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="rows of the table besides `off`; all by default")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--prompts", nargs="+", default=list(PROMPTS), choices=PROMPTS)
@@ -221,11 +283,14 @@ def main() -> None:
             return
         on_gpu(args)
         return
+    if args.verify:
+        verify_cost(args)
+        return
     with tempfile.TemporaryDirectory() as name:
         heads = None
         if args.train:
             heads = trained_heads(args.model, args.dtype, args.train, args.drafts, Path(name))
-        llms = engines(args.model, args.drafts, args.dtype, heads)
+        llms = engines(args.model, args.drafts, args.dtype, heads, args.methods or METHODS)
     rows = []
     for batch in args.batches:
         for kind, text in ((kind, PROMPTS[kind]) for kind in args.prompts):

@@ -20,6 +20,7 @@ from minivllm.core.config import KVCacheConfig, make_kv_cache_groups
 from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
 from minivllm.models.loading import dummy_tensors
+from minivllm.runtime.model_runner import zeros_on_demand
 
 SIZES = {
     "hidden_size": 768, "num_hidden_layers": 24, "num_heads": 24, "head_dim": 64, "state_size": 128, "n_groups": 1,
@@ -40,7 +41,7 @@ class Model:
         self.decoder.bind(config)
         self.spec = self.decoder.attention_specs(16)[0]
         shape, kind = cache_layout(self.decoder.backend, [self.spec], rows + 1)
-        self.caches = [torch.zeros(shape, dtype=kind) for _ in range(config.num_tensors)]
+        self.caches = [zeros_on_demand(shape, kind, CPU) for _ in range(config.num_tensors)]
         self.state_bytes = spec.num_layers * self.spec.num_bytes
         self.weight_bytes = spec.num_parameters() * dtype.itemsize
 
@@ -71,10 +72,9 @@ def best(function, times: int) -> float:
     return min(found)
 
 
-def in_turn(functions, times: int) -> list[float]:
-    """Seconds of the fastest call of each, measured in turn: a busy machine is busy for all of them."""
-    found = [[best(function, 1) for function in functions] for _ in range(times)]
-    return [min(column) for column in zip(*found, strict=True)]
+def in_turn(functions, times: int) -> np.ndarray:
+    """Seconds of a call of each, [times, functions], measured in turn: a busy machine is busy for all of them."""
+    return np.array([[best(function, 1) for function in functions] for _ in range(times)])
 
 
 def their_prefill(tokens: int, dtype: torch.dtype) -> float:
@@ -111,10 +111,11 @@ def main() -> None:
     for rows in (1, 64):
         weights, states = torch.ones(model.weight_bytes // 4), torch.ones(rows * model.state_bytes // 4)
         functions = (weights.sum, lambda states=states: states.mul_(1.0), lambda rows=rows: model.step(rows, 1, 5))
-        read, rewritten, took = in_turn(functions, args.repeats)
+        read, rewritten, took = in_turn(functions, args.repeats).T
         floor = read + rewritten
-        figures[f"decode {rows}"] = floor / took
-        print(f"decode, batch {rows:2}: {took * 1e3:7.1f} ms, floor {floor * 1e3:7.1f} ms, ratio {floor / took:.2f}")
+        figures[f"decode {rows}"] = ratio = float(np.median(floor / took))
+        times = f"{np.median(took) * 1e3:7.1f} ms, floor {np.median(floor) * 1e3:7.1f} ms"
+        print(f"decode, batch {rows:2}: {times}, ratio {ratio:.2f}, the median of {args.repeats} rounds")
     for tokens in args.prefill:
         ours, theirs = best(lambda tokens=tokens: model.step(1, tokens, 0), 3), their_prefill(tokens, dtype)
         figures[f"prefill {tokens}"] = theirs / ours

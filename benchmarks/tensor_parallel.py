@@ -46,11 +46,11 @@ def model_folder(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def save_small(folder: Path) -> Path:
-    """A small Qwen3 with random float32 weights, by transformers."""
+def save_small(folder: Path, config: dict[str, Any] | None = None) -> Path:
+    """A small model with random float32 weights, by transformers. config: None for a Qwen3."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = {**QWEN3_8B, **SMALL, "torch_dtype": "float32"}
+    config = {**(config or {**QWEN3_8B, **SMALL}), "torch_dtype": "float32"}
     model_folder(folder, config)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).float().save_pretrained(folder)

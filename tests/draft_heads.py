@@ -1,4 +1,4 @@
-"""Tiny Medusa heads and an EAGLE layer for the tiny Llama, in folders as the engine reads them."""
+"""Tiny Medusa heads, an EAGLE-1 and an EAGLE-3 layer for the tiny Llama, in folders as the engine reads them."""
 
 import json
 from typing import Any
@@ -46,6 +46,31 @@ def eagle_tensors() -> dict[str, torch.Tensor]:
     return layer | {"fc.weight": torch.randn(H, 2 * H, generator=g) / 9, "fc.bias": torch.randn(H, generator=g) / 9}
 
 
+EAGLE3_KNOWN = 150
+EAGLE3_TAPS = (1, 3, 2)
+
+
+def eagle3_tensors(plain: bool = False) -> dict[str, torch.Tensor]:
+    """As in the published files, under their names; plain: with the target's output layer and the authors' choice of streams."""
+    layer = {
+        n.replace("model.layers.1.", "midlayer."): t
+        for n, t in checkpoint(hf_model("llama")).items()
+        if ".layers.1." in n
+    }
+    g = torch.Generator().manual_seed(6)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        old = layer[f"midlayer.self_attn.{name}.weight"]
+        layer[f"midlayer.self_attn.{name}.weight"] = torch.cat([old, torch.randn(old.shape, generator=g) / 9], 1)
+    norms = {name: 1 + torch.randn(H, generator=g) / 4 for name in ("midlayer.hidden_norm.weight", "norm.weight")}
+    layer |= norms | {"fc.weight": torch.randn(H, 3 * H, generator=g) / 15}
+    if plain:
+        return layer
+    token_map = torch.randperm(V, generator=g)[:EAGLE3_KNOWN].sort().values
+    t2d = torch.zeros(V, dtype=torch.bool).index_fill(0, token_map, True)
+    output = torch.randn(EAGLE3_KNOWN, H, generator=g)
+    return layer | {"d2t": token_map - torch.arange(EAGLE3_KNOWN), "t2d": t2d, "lm_head.weight": output}
+
+
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("heads")
@@ -54,8 +79,13 @@ def folders(tmp_path_factory):
         "num_hidden_layers": 1,
         "architectures": ["LlamaForCausalLM"],
     }
+    plain = hf_model("llama").config.to_dict() | {"num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
+    more = {"draft_vocab_size": EAGLE3_KNOWN, "eagle_config": {"eagle_aux_hidden_state_layer_ids": EAGLE3_TAPS}}
+    eagle3 = plain | more | {"architectures": ["Eagle3LlamaForCausalLM"]}
     return {
         "medusa": write(root / "shared", sizes, medusa_tensors(False)),
         "medusa-own": write(root / "own", sizes, medusa_tensors(True)),
         "eagle": write(root / "eagle", config, eagle_tensors()),
+        "eagle3": write(root / "eagle3", eagle3, eagle3_tensors()),
+        "eagle3-plain": write(root / "eagle3-plain", plain, eagle3_tensors(True)),
     }

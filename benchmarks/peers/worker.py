@@ -40,17 +40,23 @@ def _all_together(llm: Any, sampling_params: Any) -> Run:
     return run
 
 
-def minivllm(model: str, dtype: str, threads: int, prefix_caching: bool = True) -> Run:
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+def minivllm(
+    model: str, dtype: str, threads: int, prefix_caching: bool = True, drafts: dict[str, Any] | None = None
+) -> Run:
     import torch
 
     from minivllm import LLM, SamplingParams
 
     torch.set_num_threads(threads)
     limits = {"max_model_len": MAX_LEN, "max_num_seqs": MAX_SEQS, "kv_cache_memory_bytes": KV_BYTES}
-    return _all_together(LLM(model, dtype=dtype, enable_prefix_caching=prefix_caching, **limits), SamplingParams)
+    llm = LLM(model, dtype=dtype, enable_prefix_caching=prefix_caching, speculative_config=drafts, **limits)
+    return _all_together(llm, SamplingParams)
 
 
-def vllm_cpu(model: str, dtype: str, threads: int) -> Run:
+def vllm_cpu(model: str, dtype: str, threads: int, drafts: dict[str, Any] | None = None) -> Run:
     os.environ |= {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -59,13 +65,25 @@ def vllm_cpu(model: str, dtype: str, threads: int) -> Run:
     }
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model, dtype=dtype, max_model_len=MAX_LEN, max_num_seqs=MAX_SEQS, disable_log_stats=True)
+    limits = {"max_model_len": MAX_LEN, "max_num_seqs": MAX_SEQS, "disable_log_stats": True}
+    llm = LLM(model, dtype=dtype, speculative_config=drafts, **limits)
     return _all_together(llm, SamplingParams)
 
 
 def llama_cpp_python(model: str, dtype: str, threads: int) -> Run:
     """One request after the other: the Python package has no continuous batching."""
+    import llama_cpp.llama_cpp as raw
     from llama_cpp import Llama
+
+    if crashes_with_tiles():
+        default = raw.llama_model_default_params
+
+        def without_layouts() -> Any:
+            params = default()
+            params.use_extra_bufts = False
+            return params
+
+        raw.llama_model_default_params = without_layouts  # `Llama` has no argument for it
 
     llm = Llama(model, n_ctx=MAX_LEN, n_threads=threads, n_threads_batch=threads, verbose=False)
 
@@ -79,8 +97,78 @@ def llama_cpp_python(model: str, dtype: str, threads: int) -> Run:
     return run
 
 
-def llama_server(model: str, dtype: str, threads: int) -> Run:
-    """llama.cpp's own server; requests beyond its slots wait there."""
+def load_llama(model: str, threads: int, tokens: int, sequences: int) -> tuple[Any, Any, Any, int]:
+    """llama.cpp's own interface: the module, a context, an empty batch, and the size of the vocabulary."""
+    import llama_cpp
+
+    llama_cpp.llama_backend_init()
+    how = llama_cpp.llama_model_default_params()
+    how.use_extra_bufts = not crashes_with_tiles()
+    loaded = llama_cpp.llama_model_load_from_file(model.encode(), how)
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = tokens, 2048, 512
+    params.n_seq_max, params.kv_unified = sequences, True
+    params.n_threads = params.n_threads_batch = threads
+    context = llama_cpp.llama_init_from_model(loaded, params)
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(loaded))
+    return llama_cpp, context, llama_cpp.llama_batch_init(2048, 0, 1), vocabulary
+
+
+def crashes_with_tiles() -> bool:
+    """Whether the CPU has AMX: weights in the layout for it end in a general protection fault in llama.cpp of 0.3.36, built by GCC 12."""
+    return Path("/proc/cpuinfo").exists() and "amx_int8" in Path("/proc/cpuinfo").read_text()
+
+
+def fill_batch(batch: Any, rows: Sequence[tuple[int, int, int, bool]]) -> None:
+    """Rows: token, position, sequence, whether logits are wanted."""
+    batch.n_tokens = len(rows)
+    for i, (token, position, sequence, wanted) in enumerate(rows):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, position, 1, wanted
+        batch.seq_id[i][0] = sequence
+
+
+def llama_batch(model: str, dtype: str, threads: int) -> Run:
+    """llama.cpp by its own calls: each step is one batch with a token of every request that is still running."""
+    import numpy as np
+
+    llama_cpp, context, batch, vocabulary = load_llama(model, threads, CACHE_TOKENS, MAX_SEQS)
+
+    def decode(rows: list[tuple[int, int, int, bool]]) -> list[int]:
+        """Compute rows of `fill_batch`; gives the most likely next tokens where logits are wanted."""
+        fill_batch(batch, rows)
+        if llama_cpp.llama_decode(context, batch):
+            raise RuntimeError("llama_decode failed")
+        asked = [i for i, row in enumerate(rows) if row[3]]
+        logits = [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), (vocabulary,)) for i in asked]
+        return [int(row.argmax()) for row in logits]
+
+    def run(requests: Sequence[Request]) -> int:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        prompts = [
+            (token, position, sequence, position == len(prompt) - 1)
+            for sequence, (prompt, _) in enumerate(requests)
+            for position, token in enumerate(prompt)
+        ]
+        last: list[int] = []
+        for start in range(0, len(prompts), 2048):
+            last += decode(prompts[start : start + 2048])
+        count = 1
+        while running := [i for i, (_, n) in enumerate(requests) if n > count]:
+            found = decode([(last[i], len(requests[i][0]) + count - 1, i, True) for i in running])
+            for i, token in zip(running, found, strict=True):
+                last[i] = token
+            count += 1
+        return sum(n for _, n in requests)
+
+    return run
+
+
+LLAMA_DRAFTS = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "4")
+"""Its own sizes, 12 and 48, hardly ever match in a short text."""
+
+
+def llama_server(model: str, dtype: str, threads: int, *drafts: str) -> Run:
+    """llama.cpp's own server; requests beyond its slots wait there. drafts: arguments of its speculation."""
     import socket
     from concurrent.futures import ThreadPoolExecutor
     from http.client import HTTPConnection
@@ -90,7 +178,7 @@ def llama_server(model: str, dtype: str, threads: int) -> Run:
         port = free.getsockname()[1]
     program = Path(sys.executable).with_name("llama-server")
     arguments = {"-m": model, "-t": threads, "-tb": threads, "-np": slots, "-c": CACHE_TOKENS, "--port": port}
-    server = subprocess.Popen([str(program), *(str(part) for pair in arguments.items() for part in pair)])
+    server = subprocess.Popen([str(program), *(str(part) for pair in arguments.items() for part in pair), *drafts])
     SERVERS.append(server)
 
     def ask(method: str, path: str, body: Any = None) -> tuple[int, Any]:
@@ -184,9 +272,18 @@ def transformers_continuous(model: str, dtype: str, threads: int) -> Run:
 PEERS: dict[str, Callable[[str, str, int], Run]] = {
     "minivllm": minivllm,
     "minivllm-uncached": partial(minivllm, prefix_caching=False),
+    "minivllm-ngram": partial(minivllm, drafts=DRAFTS),
+    # it would know the answers of earlier rounds, which are much the same
+    "minivllm-suffix": partial(
+        minivllm,
+        drafts={"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_cached_requests": 0},
+    ),
     "vllm-cpu": vllm_cpu,
+    "vllm-cpu-ngram": partial(vllm_cpu, drafts=DRAFTS),
     "llama-cpp-python": llama_cpp_python,
+    "llama-batch": llama_batch,
     "llama-server": llama_server,
+    "llama-server-ngram": lambda *about: llama_server(*about, *LLAMA_DRAFTS),
     "transformers": transformers_generate,
     "transformers-cb": transformers_continuous,
 }

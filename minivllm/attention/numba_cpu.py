@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
-from minivllm_kernels.cpu.compile import Kernel, host_lanes, host_registers, kernel, pack, run
+from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, KVScales, Plan
+from minivllm_kernels.cpu.compile import Kernel, host_is_x86, host_lanes, host_registers, kernel, pack, run
 from minivllm_kernels.cpu.matmul.layout import host_tiles
 from minivllm_kernels.cpu.planning import AttentionStep, CPUAttentionShape
 from minivllm_kernels.cpu.program import LAUNCHER
@@ -26,7 +26,14 @@ several tokens of a request at once, and rounds otherwise than the vectors do fo
 leaves the unit out.
 """
 
-BITS = {torch.float32: 32, torch.bfloat16: 16}
+BITS = {torch.float32: 32, torch.bfloat16: 16, FP8: 8}
+
+
+@functools.cache
+def _kv_factors(scales: KVScales) -> np.ndarray:
+    """float32 [2, 2]: what keys and values read from an fp8 cache are multiplied by, and what is written to it. Kernels read fp8
+    divided by 256."""
+    return np.array([[256 * x for x in scales], [1 / x for x in scales]], np.float32)
 
 
 @dataclass
@@ -40,7 +47,7 @@ class NumbaCPUBackend(AttentionBackend):
     """Attention by numba kernels that read the pages where they lie.
 
     Args:
-        kv_dtype: of the cache: torch.float32 or torch.bfloat16; None for the model's own.
+        kv_dtype: of the cache, if the model asks for none: torch.float32 or torch.bfloat16; None for the model's own.
     """
 
     name: ClassVar[str] = "numba_cpu"
@@ -50,7 +57,7 @@ class NumbaCPUBackend(AttentionBackend):
     by_tiles: ClassVar[bool] = True
 
     def __init__(self, kv_dtype: torch.dtype | None = None) -> None:
-        if kv_dtype is not None and kv_dtype not in BITS:
+        if kv_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"kv_dtype must be torch.float32 or torch.bfloat16, got {kv_dtype}")
         self.kv_dtype = kv_dtype
 
@@ -62,10 +69,10 @@ class NumbaCPUBackend(AttentionBackend):
             return f"its kernels run on the CPU, and the device is {device}"
         if importlib.util.find_spec("numba") is None:
             return "numba is not installed (pip install 'minivllm[kernels]')"
-        if spec.dtype not in BITS:
+        if spec.dtype not in (torch.float32, torch.bfloat16):
             return f"it computes from float32 or bfloat16, and the model is {str(spec.dtype).removeprefix('torch.')}"
-        if spec.kv_dtype is not None:
-            return "its kernels read no fp8 cache; attention_backend='sdpa' and 'reference' do"
+        if spec.kv_dtype is not None and host_is_x86() and host_lanes() == 4:
+            return "its kernels read an fp8 cache by F16C, which this CPU lacks; attention_backend='sdpa' and 'reference' need none"
         return CPUAttentionShape.problem(spec.head_dim, spec.block_size)
 
     def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
@@ -74,7 +81,7 @@ class NumbaCPUBackend(AttentionBackend):
 
     def kv_cache_dtype(self, spec: AttentionSpec) -> torch.dtype:
         """Dtype of the cache."""
-        return self.kv_dtype or spec.dtype
+        return spec.kv_dtype or self.kv_dtype or spec.dtype
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> NumbaCPUPlan:
         """See `AttentionBackend.plan`."""
@@ -98,7 +105,8 @@ class NumbaCPUBackend(AttentionBackend):
         assert isinstance(plan, NumbaCPUPlan)
         q = q if (q.stride(1), q.stride(2)) == (q.shape[2], 1) else q.contiguous()
         out = q.new_empty(q.shape)
-        plan.step.run(q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), q.stride(0))
+        factors = _kv_factors(self.scales).ctypes.data
+        plan.step.run(q.data_ptr(), out.data_ptr(), kv_cache.data_ptr(), q.stride(0), factors)
         return out
 
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -107,7 +115,8 @@ class NumbaCPUBackend(AttentionBackend):
         k, v = (x if x.stride(1) == head_dim and x.stride(2) == 1 else x.contiguous() for x in (k, v))
         writer = _writer(head_dim, kv_cache.shape[-1] // head_dim, BITS[k.dtype], BITS[kv_cache.dtype])
         where = (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), slot_mapping.data_ptr(), kv_cache.data_ptr())
-        LAUNCHER.run(writer, pack(tokens, *where, heads), torch.get_num_threads() if tokens > 8 else 1)
+        factors = _kv_factors(self.scales)[1].ctypes.data
+        LAUNCHER.run(writer, pack(tokens, *where, heads, factors), torch.get_num_threads() if tokens > 8 else 1)
 
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         """See `AttentionBackend.copy_blocks`."""

@@ -548,6 +548,7 @@ class MachineFacts:
         attention_backend: the backend chosen for "auto" (or the one asked for).
         attention_backend_why: the reason for it.
         linear_kernel, linear_kernel_why: the matmuls that the model gets, and the reason for them.
+        sums_by_peers, sums_by_peers_why: whether ranks add up in each other's memory, and the reason.
     """
 
     device: str
@@ -559,6 +560,8 @@ class MachineFacts:
     attention_backend_why: str
     linear_kernel: str = "torch"
     linear_kernel_why: str = "default"
+    sums_by_peers: bool = False
+    sums_by_peers_why: str = "default"
 
 
 _INT4 = "int4_per_group_weight_only"
@@ -639,12 +642,15 @@ class _ModelArgs:
     load_format: str = _arg("auto", "where weights come from", ("auto", "safetensors", "gguf", "dummy"))
     dtype: str = _arg("auto", "of weights and activations", ("auto", "float32", "bfloat16", "float16"))
     device: str = _arg("auto", "where to compute", ("auto", "cpu", "cuda"))
-    distributed_executor_backend: str | None = _arg(None, "uni: in the engine's process; mp: one a rank")
+    distributed_executor_backend: str | None = _arg(
+        None, "uni: in the engine's process; mp: one a rank; ray: actors; external_launcher: torchrun"
+    )
     tensor_parallel_size: int = _arg(1, "ranks that share every layer")
     pipeline_parallel_size: int = _arg(1, "stages, each with some of the layers")
     data_parallel_size: int = _arg(1, "whole engines behind one server")
     data_parallel_router: str = _arg("prefix_aware", "which of them gets a request", ROUTER_NAMES)
     enable_expert_parallel: bool = _arg(False, "ranks that share a layer hold whole experts, not a part of each")
+    disable_custom_all_reduce: bool = _arg(False, "ranks on GPUs add up by NCCL alone, not in each other's memory")
     seed: int = _arg(0, "of the requests that bring no seed of their own, and of dummy weights")
 
 
@@ -749,7 +755,11 @@ class EngineArgs(_ModelArgs):
             )
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError("enable_expert_parallel needs tensor_parallel_size of at least 2")
-        if self.executor == "mp" and self.speculative is not None and not isinstance(self.speculative.method, str):
+        if (
+            self.executor in ("mp", "ray")
+            and self.speculative is not None
+            and not isinstance(self.speculative.method, str)
+        ):
             raise ValueError(
                 "speculative_config: a proposer that is an object cannot be handed to worker processes;"
                 " it needs distributed_executor_backend='uni'"
@@ -768,6 +778,11 @@ class EngineArgs(_ModelArgs):
                     else f"speculative_config of method {drafts!r}"
                 )
                 raise ValueError(f"kv_transfer_config is not implemented with {what}")
+            if self.executor == "external_launcher" and self.kv_transfer.kv_connector != "OffloadingConnector":
+                raise ValueError(
+                    "with distributed_executor_backend='external_launcher' all processes must find the same blocks;"
+                    f" kv_connector {self.kv_transfer.kv_connector!r} does not promise that"
+                )
             if not self.enable_prefix_caching:
                 raise ValueError("kv_transfer_config finds blocks by their prefix; it needs enable_prefix_caching")
         if self.pipeline_parallel_size > 1 and (drafts is not None or self.async_scheduling):
@@ -994,6 +1009,8 @@ def _explain_machine(args: EngineArgs, machine: MachineFacts) -> list[Decision]:
     if machine.device == "cpu" and not args.enforce_eager:
         why = "ranks add up between the matmuls, so a step cannot be one launch"
         decisions.append(Decision("enforce_eager", True, why))
+    if args.tensor_parallel_size > 1:
+        decisions.append(Decision("disable_custom_all_reduce", not machine.sums_by_peers, machine.sums_by_peers_why))
     return decisions
 
 
@@ -1012,7 +1029,7 @@ def _check_drafts(args: EngineArgs, model: ModelFacts, mode: str) -> None:
     if args.speculative is None:
         return
     method = args.speculative.method
-    if method in ("draft_model", "medusa", "eagle", "mtp"):
+    if method in ("draft_model", "medusa", "eagle", "eagle3", "mtp"):
         raise ValueError(
             f"speculative_config: model {model.name!r} has state-space layers, for which method {method!r} is not implemented;"
             " ngram, suffix, synthetic and objects are"

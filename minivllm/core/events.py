@@ -342,11 +342,12 @@ class TraceHeader:
 
 @dataclass
 class Recording:
-    """What was recorded: a header, the state when recording began, and the events since."""
+    """What was recorded: a header, the state when recording began, the events since, and what ranks did (see `Trace`)."""
 
     header: TraceHeader
     start: State
     events: list[Event] = field(default_factory=list)
+    ranks: list[tuple[int, str, float, float, int]] = field(default_factory=list)
 
 
 class FoldReader(EventReader):

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Container, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from minivllm.core.config import EngineConfig, KVTransferConfig
 from minivllm.core.output import KVConnectorMetadata, NewRequestData
@@ -272,12 +272,14 @@ class SharedStorageConnector(KVConnector):
     Each rank has its own file for a block, `PATH.RANK`.
     """
 
+    extra: ClassVar[dict[str, Any]] = {"shared_storage_path": ..., "max_bytes": None}
+
     def __init__(self, config: KVTransferConfig, block_size: int, num_groups: int, namespace: str) -> None:
         super().__init__(config, block_size, num_groups, namespace)
-        extra = take_extra(config, shared_storage_path=..., max_bytes=None)
-        most = extra["max_bytes"]
-        if most is not None and (type(most) is not int or most < 1):
-            raise ValueError(f"kv_connector_extra_config: max_bytes must be at least 1, got {most!r}")
+        extra = take_extra(config, **self.extra)
+        for name in self.extra.keys() - {"shared_storage_path"}:
+            if (most := extra[name]) is not None and (type(most) is not int or most < 1):
+                raise ValueError(f"kv_connector_extra_config: {name} must be at least 1, got {most!r}")
         self._root, self._resets, self._bad = str(extra["shared_storage_path"]), 0, set[Key]()
         self.clear()
 
@@ -306,8 +308,18 @@ class SharedStorageConnector(KVConnector):
         self._bad.add(key)
 
 
+class PeerMemoryConnector(SharedStorageConnector):
+    """Blocks in the memory of the rank that computed them, where others read them. Files say which block lies where.
+
+    Extra configuration: `shared_storage_path`, a folder for those files; `num_blocks`, how many a rank keeps.
+    """
+
+    extra: ClassVar[dict[str, Any]] = {"shared_storage_path": ..., "num_blocks": ...}
+
+
 CONNECTORS: dict[str, type[KVConnector]] = {
     "OffloadingConnector": OffloadingConnector,
+    "PeerMemoryConnector": PeerMemoryConnector,
     "SharedStorageConnector": SharedStorageConnector,
 }
 

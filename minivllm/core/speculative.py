@@ -14,7 +14,7 @@ _SUFFIX = ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_toke
 METHODS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": tuple(f"suffix_decoding_{name}" for name in _SUFFIX),
-    **dict.fromkeys(("draft_model", "medusa", "eagle"), ("model",)),
+    **dict.fromkeys(("draft_model", "medusa", "eagle", "eagle3"), ("model",)),
     **dict.fromkeys(("mtp", "synthetic"), ()),
 }
 PROPOSERS: dict[str, Callable[[SpeculativeConfig], Any]] = {}

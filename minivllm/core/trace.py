@@ -21,6 +21,8 @@ class Trace(Recording):
         events: the list that grows while the engine runs.
         tokenizer: what turns token ids into text, if the engine left it here. Not saved to files.
         samples: what the sampler saw, by request id and output position, if the engine was asked to keep it. Not saved to files.
+        ranks: (rank, name, start, seconds, bytes) of what each rank did, on the engine's clock, if it was asked for: `step`,
+            `idle` between two steps, the joins within a step, `receive` and `send` between pipeline stages.
         pictures: of the requests that were added meanwhile, by identifier (see `MultiModalFeatureSpec`), as PIL images; kept and not saved with `samples`.
     """
 
@@ -209,7 +211,9 @@ class Trace(Recording):
     def load(path: Any) -> Trace:
         """Read a file that `save` wrote."""
         found = trace_files.load(path)
-        return Trace(found.header, found.start, found.events)
+        trace = Trace(found.header, found.start, found.events)
+        trace.ranks = found.ranks
+        return trace
 
     def to_perfetto(self, path: Any) -> None:
         """Write a file that opens in Perfetto (ui.perfetto.dev): requests as tracks, steps, counters."""

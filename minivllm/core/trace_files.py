@@ -82,7 +82,8 @@ def _decode_start(plain: dict[str, Any]) -> State:
 
 
 def _head(trace: Recording) -> str:
-    return json.dumps({"trace": asdict(trace.header), "start": _encode_start(trace.start)})
+    ranks = {"ranks": trace.ranks} if trace.ranks else {}
+    return json.dumps({"trace": asdict(trace.header), "start": _encode_start(trace.start), **ranks})
 
 
 def save(trace: Recording, path: str | Path) -> None:
@@ -209,7 +210,8 @@ def _make_trace(values: Any, path: Path) -> Recording:
     version = values["trace"].get("version")
     if version != TRACE_VERSION:
         raise TraceFileError(f"{path.name}: a trace of version {version}; this program reads version {TRACE_VERSION}")
-    return Recording(TraceHeader(**values["trace"]), _decode_start(values["start"]))
+    ranks = [tuple(span) for span in values.get("ranks", ())]
+    return Recording(TraceHeader(**values["trace"]), _decode_start(values["start"]), ranks=ranks)
 
 
 def _text_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -280,7 +282,17 @@ def perfetto_events(trace: Recording) -> list[dict[str, Any]]:
         elif row.decision == "policy error" or row.decision.startswith("preempt"):
             scope = {"s": "p", "pid": 1, "tid": 1} if tid is None else {"s": "t", "pid": 2, "tid": tid}
             events.append({"ph": "i", **scope, "name": row.decision, "ts": at, "args": {"why": row.reason}})
-    return events
+    return events + _rank_events(trace)
+
+
+def _rank_events(trace: Recording) -> list[dict[str, Any]]:
+    """A process for each rank, whose joins lie within its steps."""
+    pid = {rank: 10 + rank for rank, *_ in trace.ranks}
+    names = [{"ph": "M", "pid": at, "name": "process_name", "args": {"name": f"rank {r}"}} for r, at in pid.items()]
+    return names + [
+        _span(pid[rank], 1, name, start * 1e6, seconds, **({"bytes": size} if size else {}))
+        for rank, name, start, seconds, size in trace.ranks
+    ]
 
 
 def save_perfetto(trace: Recording, path: str | Path) -> None:

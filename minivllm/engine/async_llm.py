@@ -151,6 +151,11 @@ class AsyncLLM:
         Raises:
             ValueError: an unknown model or setting. TypeError: an option that cannot cross to the process.
         """
+        if args.executor == "external_launcher":
+            raise ValueError(
+                "distributed_executor_backend='external_launcher' is for LLM.generate in a program under torchrun: requests"
+                " of a server reach its processes at different moments"
+            )
         if args.data_parallel_size > 1:
             from minivllm.engine.core_process import around
             from minivllm.engine.data_parallel import DataParallelCore

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.clock import Clock, WallClock
@@ -54,6 +55,7 @@ class EngineCore:
             preemption = Swap(config.cache.num_cpu_blocks) if swaps else Recompute()
         self.executor, self.grammar, self.clock = executor, grammar, clock or WallClock()
         self._remote = getattr(executor, "is_remote", False)
+        self._in_step = getattr(executor, "in_step", False)
         self.scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -95,7 +97,7 @@ class EngineCore:
             )
         adapter = None if request.lora_name is None else self._adapters[request.lora_name]
         if getattr(request.sampling_params, "structured_outputs", None) is None and (
-            adapter is None or _is_read(adapter)
+            adapter is None or (_is_read(adapter) and not self._in_step)
         ):
             self.scheduler.add_request(request)
         else:
@@ -240,7 +242,8 @@ class EngineCore:
 
     def _admit_compiled(self) -> None:
         """Let requests whose grammar is compiled join the scheduler; those whose grammar is wrong end."""
-        ready, failed = self._compiling.take_ready(wait=not (self.scheduler.has_requests() or self._in_flight))
+        idle = not (self.scheduler.has_requests() or self._in_flight)
+        ready, failed = self._compiling.take_ready(len(self._compiling.waiting) if self._in_step else int(idle))
         for request in ready:
             try:
                 self.scheduler.add_request(request)
@@ -254,25 +257,35 @@ class EngineCore:
         self._in_flight.clear()
 
     @contextmanager
-    def record(self, samples: bool = False) -> Iterator[Trace]:
+    def record(self, samples: bool = False, ranks: bool = False) -> Iterator[Trace]:
         """Record everything that the scheduler does within the block.
 
         ``samples``: also keep the logits of every sampled token (a row of the vocabulary each), for `LLM.explain`.
+        ``ranks``: also note what each rank did: see `Trace.ranks`.
 
         Raises:
-            RuntimeError: a recording is under way.
+            RuntimeError: a recording is under way. ValueError: ``ranks``, and there is one rank in this process.
         """
+        if ranks and not (self._remote or self._in_step):
+            raise ValueError(
+                "record(ranks=True) needs ranks: distributed_executor_backend='mp', 'ray' or 'external_launcher'"
+            )
         if self.scheduler.is_recording:
             raise RuntimeError("this engine is recording already; leave the other record() block first")
         self.drain()
         trace = self.scheduler.record()
         if samples:
             self.executor.keep_samples(trace.samples)
+        if ranks:
+            self.executor.collective_rpc("record_spans", args=(True,))
         try:
             yield trace
         finally:
             try:
                 self.drain()
+                if ranks:
+                    spans = self.executor.collective_rpc("record_spans", args=(False,))
+                    trace.ranks = on_one_clock(spans, getattr(self.clock, "start", 0.0))
             finally:
                 self.scheduler.stop_recording()
                 if samples:
@@ -344,6 +357,21 @@ class EngineCore:
         self.executor.shutdown()
 
 
+def on_one_clock(
+    spans: list[list[tuple[str, float, float, int]]], start: float
+) -> list[tuple[int, str, float, float, int]]:
+    """Spans of all ranks (see `Spans`), in order of time, with those between two steps of a rank as ``idle``.
+
+    ``start``: of the engine's clock. Processes of one machine read the same clock; those of several need not agree.
+    """
+    found = []
+    for rank, mine in enumerate(spans):
+        steps = sorted((at, seconds) for name, at, seconds, _ in mine if name == "step")
+        gaps = [("idle", at + seconds, then - at - seconds, 0) for (at, seconds), (then, _) in pairwise(steps)]
+        found += [(rank, name, at - start, seconds, size) for name, at, seconds, size in (*mine, *gaps)]
+    return sorted(found, key=lambda span: (span[2], -span[3]))
+
+
 def _is_read(adapter: Future[Any]) -> bool:
     return adapter.done() and adapter.exception() is None
 
@@ -379,17 +407,17 @@ class GrammarQueue:
         """Forget requests; returns those that were here."""
         return [request_id for request_id in request_ids if self.waiting.pop(request_id, None) is not None]
 
-    def take_ready(self, wait: bool) -> tuple[list[Request], list[EngineCoreOutput]]:
+    def take_ready(self, wait: int) -> tuple[list[Request], list[EngineCoreOutput]]:
         """Requests that have what they wait for, in the order of arrival, and the last outputs of those that cannot get it.
 
-        With ``wait``, when there is nothing else to do, the first one is waited for.
+        The first ``wait`` of them are waited for: one when there is nothing else to do, all if other processes must decide the same.
         """
         ready: list[Request] = []
         failed: list[EngineCoreOutput] = []
         for request_id, (request, pending) in list(self.waiting.items()):
-            if not wait and not all(each.done() for each in pending):
+            if wait <= 0 and not all(each.done() for each in pending):
                 continue
-            wait = False
+            wait -= 1
             del self.waiting[request_id]
             try:
                 for each in pending:

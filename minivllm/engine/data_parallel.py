@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from minivllm.core.config import EngineArgs
 from minivllm.core.output import EngineCoreOutput
+from minivllm.core.ray_cluster import cluster_environment, join_cluster, leave_cluster
 from minivllm.core.request import Request
 from minivllm.core.routing import ROUTERS, PrefixAware, Replica, Router
 from minivllm.engine.core_process import EngineCoreClient, RemoteCore
@@ -57,6 +58,8 @@ class DataParallelCore(RemoteCore):
         router: chooses one for each request.
     """
 
+    on_ray = False  # whether it has joined a Ray cluster, for all replicas
+
     def __init__(self, cores: Sequence[EngineCoreClient], router: Router) -> None:
         self.cores, self.router = list(cores), router
         self.replicas = [Replica(i) for i in range(len(self.cores))]
@@ -74,10 +77,14 @@ class DataParallelCore(RemoteCore):
         Raises:
             ValueError, ...: what one of them raises; the others are ended then.
         """
-        ranks = range(args.data_parallel_size)
+        ranks, shared = range(args.data_parallel_size), {}
+        if on_ray := args.executor == "ray":  # one cluster for all, not one each
+            join_cluster()
+            shared = cluster_environment()
 
         def one(rank: int) -> EngineCoreClient:
-            return EngineCoreClient(replica_args(args, rank), environment=replica_environment(args, rank), **options)
+            environment = replica_environment(args, rank) | shared
+            return EngineCoreClient(replica_args(args, rank), environment=environment, **options)
 
         with ThreadPoolExecutor(len(ranks)) as pool:
             started = [pool.submit(one, rank) for rank in ranks]
@@ -86,11 +93,15 @@ class DataParallelCore(RemoteCore):
             for future in started:
                 if future.exception() is None:
                     future.result().shutdown()
+            if on_ray:
+                leave_cluster()
             raise error
         if router is None:
             kind = ROUTERS[args.data_parallel_router]
             router = PrefixAware(args.block_size) if kind is PrefixAware else kind()
-        return cls([future.result() for future in started], router)
+        front = cls([future.result() for future in started], router)
+        front.on_ray = on_ray
+        return front
 
     def add_request(self, request: Request) -> None:
         """Queue a request at the replica that the router chooses. Raises ValueError as `EngineCoreClient.add_request`, or for a number that no replica has."""
@@ -181,6 +192,9 @@ class DataParallelCore(RemoteCore):
         with ThreadPoolExecutor(len(self.cores)) as pool:
             list(pool.map(lambda core: core.shutdown(), self.cores))
         self._poll.close()
+        if self.on_ray:
+            leave_cluster()
+            self.on_ray = False
         if self.grammar is not None:
             self.grammar.shutdown()
 

@@ -322,12 +322,13 @@ class LLM:
             search_beams(searches, lambda p, sampling: self.generate(p, sampling, use_tqdm=False), bar.update)
         return [beam_search_output(search, self.get_tokenizer()) for search in searches]
 
-    def record(self, samples: bool = False) -> AbstractContextManager[Trace]:
+    def record(self, samples: bool = False, ranks: bool = False) -> AbstractContextManager[Trace]:
         """``with llm.record() as trace:`` records all that the scheduler does in the block.
 
         ``samples``: also keep the logits of every sampled token (a row of the vocabulary each), for `explain`.
+        ``ranks``: also note when each rank computed, joined others and waited: see `Trace.ranks`.
         """
-        return self.llm_engine.record(samples)
+        return self.llm_engine.record(samples, ranks)
 
     def explain(self, trace: Trace, request: RequestOutput | str, step: int, top: int = 5) -> "pd.DataFrame":
         """How the ``step``-th output token of a request (counted from 0) was chosen: see `LLMEngine.explain`.

@@ -274,13 +274,14 @@ class LLMEngine:
         return self.core.get_stats() | tokens
 
     @contextmanager
-    def record(self, samples: bool = False) -> Iterator[Trace]:
+    def record(self, samples: bool = False, ranks: bool = False) -> Iterator[Trace]:
         """``with engine.record() as trace:`` records what the scheduler does in the block.
 
         ``samples``: also keep the logits of every sampled token (a row of the vocabulary each), for `explain`, and the pictures of prompts.
+        ``ranks``: also note when each rank computed and waited: see `Trace.ranks`.
         """
         media = self.input_processor.media if samples else None
-        with self.core.record(samples) as trace:
+        with self.core.record(samples, ranks) as trace:
             trace.tokenizer = self.tokenizer
             if media is not None:
                 media.pictures = trace.pictures

@@ -123,6 +123,7 @@ class Decoder(Module):
 
     Attributes:
         ops: what is computed between the linear layers.
+        taps: layers before which the residual stream is kept for a proposer of draft tokens, see `forward`.
         eager: every kernel is launched by itself; counts from the next `bind` on.
         lora: adapters of the rows (`minivllm.lora.linear.LoRAModel`), or None.
         captured: runs steps that were captured, or None; from `bind` on.
@@ -158,7 +159,7 @@ class Decoder(Module):
         self._make_pooling(builder)
         self.head = self._make_head(builder) if self.stage.is_last else None
         self.ropes = ModuleList(None if rope is None else Rope(rope, device, max_model_len) for rope in spec.ropes)
-        self.eager = False
+        self.eager, self.taps = False, tuple[int, ...]()
         self.lora: Any = None
         self._captured: CapturedSteps | None = None
 
@@ -274,7 +275,7 @@ class Decoder(Module):
             x: what the first layer reads, [T, hidden_size], overwritten; None for the embeddings of the tokens.
 
         Returns:
-            [T, hidden_size], after the last norm.
+            [T, hidden_size], after the last norm; behind it in each row the streams of the `taps`, hidden_size numbers each.
         """
         if self._captured is not None and media is None and x is None:
             hidden = self._captured.run(token_ids, positions, kv_caches, plans)
@@ -326,11 +327,25 @@ class Decoder(Module):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _run_layers(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """From embeddings to hidden states, both [T, hidden_size]."""
+        """From embeddings [T, hidden_size] to what `forward` gives."""
+        if self.taps:
+            return self._run_tapped(x, context)
         residual = None
         for layer in self.layers:
             x, residual = layer(x, residual, context)
         return self.final_norm.add(x, residual)[0]
+
+    def _run_tapped(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """As `_run_layers`, with the streams that are kept."""
+        (rows, size), residual = x.shape, None
+        out = x.new_empty(rows, (1 + len(self.taps)) * size)
+        for i, layer in enumerate(self.layers):
+            for place, tap in enumerate(self.taps, 1):
+                if tap == i:
+                    self.ops.add_into(x, residual, out[:, place * size : (place + 1) * size])
+            x, residual = layer(x, residual, context)
+        self.ops.add_into(self.final_norm.add(x, residual)[0], None, out[:, :size])
+        return out
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] from `forward`, only the rows that are wanted, to float32 [R, vocab_size]."""

@@ -2,9 +2,10 @@
 
 # Generated from nbs/models/parallel.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -88,25 +89,41 @@ class Stage:
         return both[0], both[1]
 
 
+class Adder(Protocol):
+    """Adds up tensors of the ranks without torch.distributed."""
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether it can add up tensors like this one. All ranks must say the same."""
+        ...
+
+    def __call__(self, x: Tensor) -> None:
+        """x becomes the sum of the ranks' tensors: the same bits on every rank."""
+        ...
+
+
 class TensorGroup:
     """The ranks that hold every layer together, seen from one of them.
 
     Args:
         share: which part this rank has.
         group: the processes, as torch.distributed knows them; None for all.
+        adder: adds up what it takes; None for nothing.
 
     Attributes:
         calls, bytes: of all joins so far; bytes of what this rank put in.
     """
 
-    def __init__(self, share: Share, group: Any = None) -> None:
-        self.share, self._group = share, group
+    def __init__(self, share: Share, group: Any = None, adder: Adder | None = None) -> None:
+        self.share, self._group, self._adder = share, group, adder
         self.calls = self.bytes = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of what the ranks have, in place. The same bits on every rank."""
         self._count(x)
-        dist.all_reduce(x, group=self._group)
+        if self._adder is not None and self._adder.takes(x):
+            self._adder(x)
+        else:
+            dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -141,3 +158,36 @@ class TensorGroup:
     def _count(self, x: Tensor) -> None:
         self.calls += 1
         self.bytes += x.nbytes
+
+
+class Spans:
+    """When methods of some objects ran.
+
+    Attributes:
+        found: (name, start by `time.perf_counter`, seconds, bytes that went in) of each call.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, float, float, int]] = []
+        self._watched: list[tuple[Any, str]] = []
+
+    def watch(self, owner: Any, method: str, name: str) -> None:
+        """Note the calls of a method of one object from now on."""
+        call = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*args, **kwargs)
+            size = args[0].nbytes if args and isinstance(args[0], Tensor) else 0
+            self.found.append((name, start, time.perf_counter() - start, size))
+            return result
+
+        setattr(owner, method, timed)
+        self._watched.append((owner, method))
+
+    def stop(self) -> list[tuple[str, float, float, int]]:
+        """Note nothing more. Returns what was found."""
+        for owner, method in self._watched:
+            delattr(owner, method)
+        self._watched.clear()
+        return self.found

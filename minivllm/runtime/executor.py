@@ -36,8 +36,10 @@ from minivllm.models.pooling import pooling_facts
 from minivllm.multimodal.encoder import TowerEncoder, load_encoder
 from minivllm.runtime.machine import (
     choose_device,
+    choose_sums,
     cpu_quota,
     has_native_bf16,
+    keep_freed_memory,
     limit_threads,
     machine_facts,
     settle_vector_math,
@@ -186,7 +188,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     about = getattr(torch, dtype.value), torch.device(device), backend.batch_invariant
     linear = explain_linear_method(args.linear_kernel, backend.linear_method, *about, loaded.quantization)
     facts = with_drafter(facts, args, loaded, dtype.value)
-    machine = machine_facts(device, (backend.name, why), linear)
+    machine = machine_facts(device, (backend.name, why), linear, choose_sums(device, args))
     return EnginePlan(resolve(args, facts, machine, dtype), loaded, backend, machine)
 
 
@@ -280,6 +282,7 @@ class UniProcExecutor:
     ) -> None:
         self.config, self.kv_cache_config = plan.config, plan.config.kv_cache
         decoder = plan.decoder or load_decoder(plan)
+        keep_freed_memory()  # not before the weights are loaded
         self._runner: ModelRunner | None = ModelRunner(
             decoder, plan.backend, plan.config, transforms, grammar, make_encoder(plan)
         )
@@ -323,7 +326,7 @@ class UniProcExecutor:
         result = getattr(self.runner, method)(*args, **(kwargs or {}))
         future: Future[list[Any]] = Future()
         if isinstance(result, Future):
-            result.add_done_callback(lambda done: _pass_on(done, future))
+            result.add_done_callback(lambda done: pass_on(done, future))
         else:
             future.set_result([result])
         return future if non_block else future.result(timeout)
@@ -344,7 +347,8 @@ class UniProcExecutor:
             torch.cuda.empty_cache()
 
 
-def _pass_on(done: "Future[Any]", future: "Future[list[Any]]") -> None:
+def pass_on(done: "Future[Any]", future: "Future[list[Any]]") -> None:
+    """Give a future that is done to one that is waited for, as a list of one."""
     if (error := done.exception()) is not None:
         future.set_exception(error)
     else:

@@ -3,9 +3,13 @@
 # Generated from nbs/runtime/kv_connectors.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import contextlib
+import functools
 import logging
 import os
+import re
+import secrets
 import struct
+import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,8 +20,9 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, as_bytes
+from minivllm.attention.numba_cuda import cuda_ops
 from minivllm.core.config import KVTransferConfig
-from minivllm.core.kv_connector import CONNECTORS, KVConnector, take_extra
+from minivllm.core.kv_connector import CONNECTORS, KVConnector, PeerMemoryConnector, take_extra
 from minivllm.core.output import KVConnectorMetadata
 from minivllm.models.parallel import TensorGroup
 
@@ -187,12 +192,7 @@ class SharedStorageWorker(ConnectorWorker):
             self._shrink(self.max_bytes)
 
     def _write(self, path: str, data: bytes) -> None:
-        torn = f"{path}.tmp-{os.getpid()}"
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(torn, "wb") as file:
-            file.write(_HEAD.pack(_MAGIC, len(data), zlib.crc32(data)))
-            file.write(data)
-        os.replace(torn, path)
+        write_whole(path, _HEAD.pack(_MAGIC, len(data), zlib.crc32(data)) + data)
 
     def _shrink(self, most: int) -> None:
         """Remove the files that were used longest ago. Another engine may do so at the same time."""
@@ -210,6 +210,15 @@ class SharedStorageWorker(ConnectorWorker):
             total -= size
 
 
+def write_whole(path: str, data: bytes) -> None:
+    """Write a file that is there whole or not at all."""
+    torn = f"{path}.tmp-{os.getpid()}"
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(torn, "wb") as file:
+        file.write(data)
+    os.replace(torn, path)
+
+
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -220,9 +229,139 @@ def _runs(pid: int) -> bool:
     return True
 
 
+def _look(path: str) -> tuple[str, int, tuple[int, int]] | None:
+    """(store, slot, which file it was) of a block; None if it is gone."""
+    try:
+        with open(path) as file:
+            status = os.fstat(file.fileno())
+            found = re.fullmatch(r"(store-\w+-(\d+)-\d+) (\d+)", file.read())
+    except OSError:
+        return None
+    if found is None or not int(found[3]) < int(found[2]):
+        return None
+    return found[1], int(found[3]), (status.st_ino, status.st_mtime_ns)
+
+
+class PeerMemoryWorker(ConnectorWorker):
+    """Blocks in the memory of the rank that computed them; see `PeerMemoryConnector`.
+
+    The file of a block names a store, which is memory of some rank, and a slot of it. A rank removes the file before it fills the slot
+    anew, and writes the file of the new block when that is whole. So who finds the same file before and after copying has copied a whole block.
+    """
+
+    def __init__(
+        self,
+        config: KVTransferConfig,
+        backend: AttentionBackend,
+        kv_caches: Sequence[Tensor],
+        group: TensorGroup | None,
+    ) -> None:
+        super().__init__(config, backend, kv_caches, group)
+        extra = take_extra(config, **PeerMemoryConnector.extra)
+        if kv_caches[0].is_cuda and not backend.name.startswith("numba_cuda"):
+            raise ValueError(
+                f"{config.kv_connector} needs attention_backend='numba_cuda' on a GPU, not {backend.name!r}"
+            )
+        self.root, self.count = Path(extra["shared_storage_path"]), extra["num_blocks"]
+        self.root.mkdir(parents=True, exist_ok=True)
+        for path in self.root.glob("store-*"):  # of engines that were killed
+            if not _runs(int(path.name.rpartition("-")[2])):
+                path.unlink(missing_ok=True)
+        self._name = f"store-{secrets.token_hex(4)}-{self.count}-{os.getpid()}"
+        self._own: list[Tensor] = []
+        self._held: dict[int, str] = {}
+        self._num_saved = 0
+        self._copiers: dict[str, Callable[[Sequence[tuple[int, int]]], None] | None] = {}
+
+    def _wait(self) -> None:
+        if self.kv_caches[0].is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def _views(self, data: Tensor, count: int) -> list[Tensor]:
+        """The slots of each cache, in memory of one store."""
+        views, start = [], 0
+        for cache in self.kv_caches:
+            size = count * cache[:, 0].nbytes
+            views.append(data[start : start + size].view(cache.dtype).view(cache.shape[0], count, *cache.shape[2:]))
+            start += size
+        return views
+
+    def save(self, saves: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
+        slots = self._own = self._own or self._make_store()
+        for start in range(0, len(saves), self.count):
+            pairs, part = [], saves[start : start + self.count]
+            for block, (path, _) in part:
+                slot, self._num_saved = self._num_saved % self.count, self._num_saved + 1
+                if (old := self._held.get(slot)) is not None:
+                    Path(old).unlink(missing_ok=True)
+                self._held[slot] = f"{path}.{self.rank}"
+                pairs.append((block, slot))
+            for cache, there in zip(self.kv_caches, slots, strict=True):
+                self.backend.copy_blocks(cache, there, pairs)
+            self._wait()
+            for _, slot in pairs:
+                write_whole(self._held[slot], f"{self._name} {slot}".encode())
+
+    def load(self, loads: Sequence[tuple[tuple[Any, ...], int]]) -> set[int]:
+        names = {block: f"{path}.{self.rank}" for (path, _), block in loads}
+        found = {block: place for block, name in names.items() if (place := _look(name)) is not None}
+        for store in {store for store, _, _ in found.values()}:
+            copy = (
+                self._copiers[store] if store in self._copiers else self._copiers.setdefault(store, self._open(store))
+            )
+            pairs = [(slot, block) for block, (name, slot, _) in found.items() if name == store]
+            if copy is None:  # the files of its blocks mean nothing now
+                for _, block in pairs:
+                    Path(names[block]).unlink(missing_ok=True)
+            else:
+                copy(pairs)
+        self._wait()
+        whole = {block for block, place in found.items() if _look(names[block]) == place}
+        return set(names) - whole
+
+    def _make_store(self) -> list[Tensor]:
+        size, path = self.count * sum(cache[:, 0].nbytes for cache in self.kv_caches), self.root / self._name
+        weakref.finalize(self, path.unlink, missing_ok=True)
+        if self.kv_caches[0].is_cuda:
+            from minivllm_kernels.cuda.all_reduce import share_memory  # numba may not be installed
+
+            data = torch.empty(size, dtype=torch.uint8, device=self.kv_caches[0].device)
+            write_whole(str(path), share_memory(data.data_ptr()))
+        else:
+            data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        return self._views(data, self.count)
+
+    def _open(self, store: str) -> Callable[[Sequence[tuple[int, int]]], None] | None:
+        """A function that copies blocks out of another rank's store; None if the store is gone."""
+        path, count, size = self.root / store, int(store.split("-")[2]), sum(c[:, 0].nbytes for c in self.kv_caches)
+        try:
+            if not self.kv_caches[0].is_cuda:
+                if path.stat().st_size != count * size:
+                    raise OSError(f"{store} has {path.stat().st_size} bytes, not {count * size}")
+                data = torch.from_file(str(path), shared=True, size=count * size, dtype=torch.uint8)
+                return functools.partial(self._copy_here, self._views(data, count))
+            from minivllm_kernels.cuda.all_reduce import open_memory
+
+            return functools.partial(self._copy_there, open_memory(path.read_bytes()), count)
+        except (OSError, RuntimeError) as error:
+            logger.warning("KV blocks of another engine cannot be read: %s", error)
+            return None
+
+    def _copy_here(self, slots: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+        for cache, there in zip(self.kv_caches, slots, strict=True):
+            self.backend.copy_blocks(there, cache, pairs)
+
+    def _copy_there(self, address: int, count: int, pairs: Sequence[tuple[int, int]]) -> None:
+        there = torch.tensor(pairs, dtype=torch.int64).to(self.kv_caches[0].device)
+        for cache in self.kv_caches:
+            cuda_ops().copy_peer_blocks(address, count, cache, there)
+            address += count * cache[:, 0].nbytes
+
+
 ConnectorMaker = Callable[[KVTransferConfig, AttentionBackend, Sequence[Tensor], TensorGroup | None], ConnectorWorker]
 _WORKERS: dict[str, ConnectorMaker] = {
     "OffloadingConnector": OffloadingWorker,
+    "PeerMemoryConnector": PeerMemoryWorker,
     "SharedStorageConnector": SharedStorageWorker,
 }
 

@@ -2,6 +2,7 @@
 
 # Generated from nbs/runtime/machine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import ctypes
 import logging
 import os
 import platform
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 
-from minivllm.core.config import MachineFacts
+from minivllm.attention.numba_cuda import cuda_ops
+from minivllm.core.config import EngineArgs, MachineFacts
 from minivllm_kernels.cpu.features import chosen_level
 
 logger = logging.getLogger("minivllm.runtime")
@@ -72,7 +74,6 @@ def _read_number(path: Path) -> int | None:
 def _installed_memory() -> int:
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    import ctypes
 
     status = (ctypes.c_uint64 * 8)(
         64
@@ -90,6 +91,18 @@ def settle_vector_math() -> None:
         one = torch.ones(1, dtype=dtype)
         for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.tanh, torch.sqrt):
             function(one)
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep memory that tensors give back, for those of the next step.
+
+    Otherwise it goes back to the system when many megabytes are free, and each step's first write to each page is a fault. Nothing
+    changes where the C library is not GNU's.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        mallopt, trim_threshold, mmap_threshold = ctypes.CDLL(None).mallopt, -1, -3
+        mallopt(trim_threshold, 1 << 30)
+        mallopt(mmap_threshold, 1 << 25)  # the most that it takes
 
 
 _CPU_BF16 = ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16")
@@ -114,8 +127,28 @@ def choose_device(asked: str) -> str:
     return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def machine_facts(device: str, attention: tuple[str, str], linear: tuple[str, str]) -> MachineFacts:
-    """What `core.config.resolve` wants to know of this machine. ``attention``, ``linear``: what was chosen, and why."""
+def choose_sums(device: str, args: EngineArgs) -> tuple[bool, str]:
+    """Whether the ranks that share a layer add up in each other's memory, and why."""
+    if device != "cuda" or args.tensor_parallel_size == 1:
+        return False, "no ranks on GPUs share a layer"
+    if args.disable_custom_all_reduce:
+        return False, "asked for: NCCL adds up"
+    if args.executor != "mp":
+        return False, f"NCCL adds up: with {args.executor!r} the ranks may be on several machines"
+    try:
+        why = cuda_ops().peers_unsupported(args.world_size)
+    except ImportError as error:
+        why = str(error)
+    if why is not None:
+        return False, f"NCCL adds up: {why}"
+    most = cuda_ops().most_summed_bytes(args.tensor_parallel_size)
+    return True, f"the GPUs read each other's memory: one kernel adds up to {most >> 10} KiB, NCCL what is longer"
+
+
+def machine_facts(
+    device: str, attention: tuple[str, str], linear: tuple[str, str], sums: tuple[bool, str] = (False, "default")
+) -> MachineFacts:
+    """What `core.config.resolve` wants to know of this machine. ``attention``, ``linear``, ``sums``: what was chosen, and why."""
     free, total = torch.cuda.mem_get_info() if device == "cuda" else cpu_memory()
     return MachineFacts(
         device=device,
@@ -127,6 +160,8 @@ def machine_facts(device: str, attention: tuple[str, str], linear: tuple[str, st
         attention_backend_why=attention[1],
         linear_kernel=linear[0],
         linear_kernel_why=linear[1],
+        sums_by_peers=sums[0],
+        sums_by_peers_why=sums[1],
     )
 
 

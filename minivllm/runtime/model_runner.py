@@ -23,6 +23,7 @@ from minivllm.core.speculative import SpeculativeConfig
 from minivllm.lora.adapter import AdapterError
 from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder, Media
+from minivllm.models.linear.base import use_huge_pages
 from minivllm.models.mixers.moe import ExpertLoads
 from minivllm.multimodal.mrope import MRope
 from minivllm.multimodal.outputs import EncoderOutputs, MediaEncoder
@@ -44,11 +45,13 @@ from minivllm.spec_decode.rejection import Draft, RejectionSampler
 
 
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU memory is only taken when a page is first touched."""
+    """Zeros; on a CPU memory is only taken when a page is first touched, a huge page if the system has them."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    memory = torch.from_numpy(np.zeros(num_bytes, np.uint8))
+    use_huge_pages(memory, filled=False)
+    return memory.view(dtype).view(shape)
 
 
 def new_kv_caches(
@@ -268,8 +271,8 @@ class ModelRunner:
             hidden, last, rows = self._forward_buffered(step, arrays, self.buffer, media)
         if self.expert_loads.counts:
             pending.loads = self.expert_loads.take()
-        if self.drafter is not None and self.drafter.reads:
-            self._states = step, hidden
+        if self.drafter is not None:
+            hidden = self._keep_states(self.drafter, step, hidden)
         if not self.model.stage.is_last:
             self.batch.num_computed[step.rows] += step.counts
             self.batch.append_tokens(step.rows[chosen], ~step.rows[chosen])  # `learn` will name them
@@ -463,6 +466,12 @@ class ModelRunner:
             drafter.read(states)
         requests = [r for name, new in sampled.items() if (r := self._draft_request(name, new[-1])) is not None]
         return drafter.propose(requests, len(sampled))
+
+    def _keep_states(self, drafter: Drafter, step: StepInputs, hidden: Tensor) -> Tensor:
+        """Keep what a proposer reads until the step's tokens are known. Returns the hidden states alone, [T, hidden_size]."""
+        if drafter.reads:
+            self._states = step, hidden
+        return hidden[:, : self.model.spec.hidden_size].contiguous()
 
     def _hidden_states(self, step: StepInputs, hidden: Tensor) -> list[HiddenStates]:
         """What a proposer reads: of requests that go on, the states of all places whose next token is certain."""

@@ -3,6 +3,7 @@
 # Generated from nbs/spec_decode/draft_model.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -305,9 +306,29 @@ def read_drafter(args: EngineArgs, target: LoadedModel | None = None) -> LoadedM
     assert speculative is not None and speculative.model is not None
     load_format = args.load_format if args.load_format == "dummy" else "auto"
     drafter = load_model(speculative.model, load_format=load_format, download_dir=args.download_dir, seed=args.seed)
+    if speculative.method in ("eagle", "eagle3"):
+        drafter = replace(drafter, hf_config=_without_eagle(drafter.hf_config))
     if target is not None and speculative.method == "draft_model":
         check_vocabulary(target, drafter)
     return drafter
+
+
+_EAGLE_FIELDS = (
+    "bias",  # of the matrix, which the tensors show
+    "draft_vocab_size",
+    "target_hidden_size",
+    "eagle_config",
+    "eagle_aux_hidden_state_layer_ids",
+    "max_window_layers",  # of the target that it was made from; it has no window
+)
+
+
+def _without_eagle(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of an EAGLE layer as that of a model with one layer: `EagleLlamaForCausalLM` and `LlamaForCausalLMEagle3` are Llamas."""
+    plain = {name: value for name, value in config.items() if name not in _EAGLE_FIELDS}
+    if isinstance(names := config.get("architectures"), list):
+        plain["architectures"] = [re.sub("Eagle3?", "", str(name)) for name in names]
+    return plain
 
 
 def check_vocabulary(target: LoadedModel, draft: LoadedModel) -> None:
@@ -345,7 +366,7 @@ def with_drafter(facts: ModelFacts, args: EngineArgs, target: LoadedModel, dtype
     drafter = read_drafter(args, target)
     weights = sum(math.prod(record.shape) for record in drafter.records) or drafter.spec.num_parameters()
     per_block = 0
-    if speculative.method in ("draft_model", "eagle"):
+    if speculative.method in ("draft_model", "eagle", "eagle3"):
         specs = drafter.spec.kv_cache_specs(args.block_size, size)
         if any(spec.rules.is_state for spec in specs):
             raise ValueError(

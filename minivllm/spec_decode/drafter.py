@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minivllm.core.speculative import PROPOSERS, SpeculativeConfig
 from minivllm.spec_decode.draft_model import DraftHost, load_draft_model
+from minivllm.spec_decode.eagle3 import load_eagle3
 from minivllm.spec_decode.heads import load_eagle, load_medusa
 from minivllm.spec_decode.mtp import load_mtp
 from minivllm.spec_decode.proposers import (
@@ -65,10 +66,12 @@ class Acceptance:
 class StepCost:
     """Seconds of a step by its number of tokens, from the last steps.
 
-    RECENT: how many times are kept for a size; their median counts. STALE: steps after which a time is forgotten.
+    RECENT: how many times are kept for a size; their median counts. STALE: steps after which a time is forgotten. GROWTH: of steps with
+    more tokens than were tried: twice as many cost this much more, by a guess that is low enough for a try. EXACT: a first step of
+    each number of tokens up to here may compile or be captured; of more tokens, of each size.
     """
 
-    RECENT, STALE = 5, 300
+    RECENT, STALE, GROWTH, EXACT = 5, 1000, 0.3, 64
 
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}
@@ -84,11 +87,11 @@ class StepCost:
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Count a step of this many tokens."""
-        self._step += 1
-        if tokens not in self._tried:
-            self._tried.add(tokens)
+        self._step, size = self._step + 1, self.size(tokens)
+        first = tokens if tokens <= self.EXACT else size
+        if first not in self._tried:
+            self._tried.add(first)
             return
-        size = self.size(tokens)
         self._times.setdefault(size, deque(maxlen=self.RECENT)).append(seconds)
         self._seen[size] = self._step
         for old in [size for size, seen in self._seen.items() if self._step - seen > self.STALE]:
@@ -99,10 +102,11 @@ class StepCost:
         return self.size(tokens) in self._times
 
     def seconds(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-        """What steps of these numbers of tokens take; of more tokens than were tried, as the largest that was."""
+        """What steps of these numbers of tokens take."""
         sizes = sorted(self._times)
         known = np.maximum.accumulate([median(self._times[size]) for size in sizes])
-        return np.interp(tokens, sizes, known)
+        further = np.maximum(0, np.asarray(tokens) / sizes[-1] - 1)
+        return np.interp(tokens, sizes, known) + self.GROWTH * known[-1] * further
 
 
 class DraftLength:
@@ -185,6 +189,7 @@ def make_proposer(config: SpeculativeConfig, host: DraftHost | None = None) -> P
         "draft_model": load_draft_model,
         "medusa": load_medusa,
         "eagle": load_eagle,
+        "eagle3": load_eagle3,
         "mtp": load_mtp,
     }
     if config.method in loaders and host is not None:

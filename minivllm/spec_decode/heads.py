@@ -91,10 +91,14 @@ class MedusaProposer:
         if output is None:
             return self.target.compute_logits(hidden)
         logits = functional.linear(hidden, output).float()
-        if self.token_map is None:
-            return logits
-        full = logits.new_full((len(logits), self.target.spec.vocab_size), -torch.inf)
-        return full.index_copy_(1, self.token_map, logits)
+        return widen(logits, self.token_map, self.target.spec.vocab_size)
+
+
+def widen(logits: Tensor, token_map: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits [R, v] of the tokens int64 [v] as those of all, [R, vocab_size]; None for all."""
+    if token_map is None:
+        return logits
+    return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy_(1, token_map, logits)
 
 
 def _medusa_name(name: str) -> str:
@@ -182,7 +186,7 @@ class EagleProposer(DraftModelProposer):
         ids = [each.request.token_ids[each.start + 1 : each.end + 1].tolist() for each in found]
         token_ids = torch.tensor([token for of_one in ids for token in of_one], device=self.decoder.device)
         requests = [each.request for each in states]
-        hidden = self._run(requests, spans, token_ids, torch.cat([each.hidden for each in found]))
+        hidden = self._run(requests, spans, token_ids, self._features(torch.cat([each.hidden for each in found])))
         at = 0
         for each in found:
             at += each.end - each.start
@@ -208,11 +212,19 @@ class EagleProposer(DraftModelProposer):
     ) -> Tensor:
         positions, plans = self.cache.plan(requests, spans)
         assert features is not None
-        x = functional.linear(self._inputs(token_ids, positions, features), *self.fuse)
+        x = self._inputs(token_ids, positions, features)
         return self.decoder.forward(token_ids, positions, self.cache.tensors, plans, x=x)
 
+    def _features(self, hidden: Tensor) -> Tensor:
+        """What the layer reads of `HiddenStates.hidden`, [T, H]."""
+        return hidden
+
     def _inputs(self, token_ids: Tensor, positions: Tensor, features: Tensor) -> Tensor:
-        """What is fused, [T, 2 H]: embeddings of tokens int64 [T], and states [T, H]."""
+        """What the layer reads of tokens int64 [T], and of states [T, H]."""
+        return functional.linear(self._pairs(token_ids, positions, features), *self.fuse)
+
+    def _pairs(self, token_ids: Tensor, positions: Tensor, features: Tensor) -> Tensor:
+        """[T, 2 H]: embeddings of tokens, and states."""
         own = self.embedding
         x = self.host.target.embed(token_ids, positions) if own is None else own[token_ids]
         return torch.cat([x, features.to(x.dtype)], 1)
@@ -221,14 +233,20 @@ class EagleProposer(DraftModelProposer):
         return self.host.target.compute_logits(hidden)
 
 
+def check_target(folder: LoadedModel, target: Decoder) -> None:
+    """Raise ValueError unless a layer that reads states was made for a target of these sizes."""
+    made, has = ((spec.hidden_size, spec.vocab_size) for spec in (folder.spec, target.spec))
+    if made != has:
+        raise ValueError(
+            f"{folder.path} is made for states of {made[0]} numbers and {made[1]} tokens; the target has {has[0]} and {has[1]}"
+        )
+
+
 def load_eagle(host: DraftHost) -> EagleProposer:
     """An EAGLE-1 layer from a folder. Raises ValueError for one that is made for another target, or lacks something."""
     folder, target = read_drafter(host.config.args), host.target
     spec, size, where = folder.spec, target.spec.hidden_size, folder.path
-    if (spec.hidden_size, spec.vocab_size) != (size, target.spec.vocab_size):
-        raise ValueError(
-            f"{where} is made for states of {spec.hidden_size} numbers and {spec.vocab_size} tokens; the target has {size} and {target.spec.vocab_size}"
-        )
+    check_target(folder, target)
     layers: list[LayerSpec] = [replace(spec.layers[0], mixer_norm=None), *spec.layers[1:]]
     names = WeightNames(embedding="-", final_norm="-.weight", head="lm_head.weight", layer="layers.{}.")
     spec = replace(spec, layers=tuple(layers), names=names, vocab_size=1, tie_word_embeddings=True)

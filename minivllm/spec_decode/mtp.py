@@ -33,7 +33,7 @@ class MTPProposer(EagleProposer):
         if not mtp.passes_normed:
             self.last_norm, decoder.final_norm = decoder.final_norm, NoNorm()  # type: ignore[assignment]
 
-    def _inputs(self, token_ids: Tensor, positions: Tensor, features: Tensor) -> Tensor:
+    def _pairs(self, token_ids: Tensor, positions: Tensor, features: Tensor) -> Tensor:
         x = self.host.target.embed(token_ids, positions)
         if self.skips_first:
             x = x.masked_fill((positions == 0)[:, None], 0)

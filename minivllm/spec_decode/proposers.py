@@ -48,7 +48,8 @@ class HiddenStates:
     Attributes:
         request: with all its tokens, at least one behind these places; `most` is 0.
         start: the first place.
-        hidden: [n, hidden_size], after the last norm; valid during the call.
+        hidden: [n, hidden_size], after the last norm; behind it in each row the streams of the target's `taps`, if the proposer has
+            set some. Valid during the call.
     """
 
     request: DraftRequest

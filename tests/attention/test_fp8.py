@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 import torch
 
+from minivllm.attention import numba_cpu
 from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, KVScales, as_bytes, to_fp8
-from minivllm.attention.numba_cpu import NumbaCPUBackend
+from minivllm.attention.numba_cpu import NumbaCPUBackend, NumbaCPUInvariantBackend
 from minivllm.attention.reference import ReferenceBackend
 from minivllm.attention.sdpa import SDPABackend
 from minivllm.attention.select import select_backend
 from minivllm_kernels.cuda import ops
 
 CPU = torch.device("cpu")
-BACKENDS = [ReferenceBackend(), SDPABackend()]
+BACKENDS = [ReferenceBackend(), SDPABackend(), NumbaCPUBackend(), NumbaCPUInvariantBackend()]
 IDS = [backend.name for backend in BACKENDS]
 
 
@@ -30,6 +31,15 @@ def dense(q, k, v, spec) -> torch.Tensor:
     if spec.sliding_window is not None:
         seen &= torch.arange(len(k)) > last - spec.sliding_window
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def stored_rows(backend, cache, where) -> torch.Tensor:
+    """float64 [2, tokens, kv_heads, head_dim]: keys and values at these slots."""
+    if isinstance(backend, NumbaCPUBackend):  # [head_dim, block_size] of keys, [block_size, head_dim] of values
+        keys, values = cache[0].transpose(0, 2).double()
+        rows = keys.unflatten(-1, (16, 4)).permute(1, 3, 0, 2), values.unflatten(-1, (4, 16)).permute(1, 2, 0, 3)
+        return torch.stack(rows).flatten(1, 2)[:, where]
+    return cache.flatten(1, 2).double()[:, where]
 
 
 def test_what_is_stored():
@@ -59,7 +69,7 @@ def test_attention_over_what_was_stored(backend: AttentionBackend, changes, scal
         positions = np.arange(length)
         where = table[row, positions // 4].astype(np.int64) * 4 + positions % 4
         backend.write(k, v, cache, torch.as_tensor(where))
-        stored = cache.flatten(1, 2).double()[:, where]
+        stored = stored_rows(backend, cache, where)
         want = torch.stack([to_fp8(k, scales.k), to_fp8(v, scales.v)]).double()
         assert torch.equal(stored, want)
         wanted.append(dense(q, stored[0] * scales.k, stored[1] * scales.v, spec))
@@ -80,11 +90,31 @@ def test_blocks_move_as_bytes(backend):
     assert torch.equal(as_bytes(target)[:, [1, 2]], as_bytes(source)[:, [4, 1]]) and not as_bytes(target)[:, 0].any()
 
 
-def test_a_backend_that_cannot_says_which_can():
-    with pytest.raises(ValueError, match="no fp8 cache; attention_backend='sdpa' and 'reference' do"):
+def test_every_byte_is_read_as_torch_reads_it_and_every_float_rounded_as_torch_rounds():
+    """Through the cache of one token a block: a query of ones and zeros picks out what was stored."""
+    spec, backend = make_spec(num_heads=1, num_kv_heads=1, head_dim=256, scale=1.0), NumbaCPUBackend()
+    every = torch.arange(256).to(torch.uint8).view(FP8)
+    edges = torch.cat((every.float(), every.float() * 1.0626, torch.randn(256) * 2e-3, torch.randn(256) * 300))
+    for row in edges.nan_to_num(0).view(-1, 1, 1, 256):
+        cache = backend.new_kv_cache(2, spec, CPU)
+        backend.write(torch.zeros_like(row), row, cache, torch.tensor([4]))
+        batch = AttentionBatch(
+            np.array([0, 1], np.int32), np.array([1], np.int32), np.array([[1]], np.int32), np.array([4])
+        )
+        got = backend.attend(torch.zeros(1, 1, 256), cache, backend.plan(batch, spec, CPU))
+        assert torch.equal(got[0, 0], to_fp8(row, 1.0)[0, 0].float())
+
+
+def test_what_cannot_read_it_is_said(monkeypatch):
+    assert select_backend("auto", make_spec(), CPU)[0].name == "numba_cpu"
+    monkeypatch.setattr(numba_cpu, "host_is_x86", lambda: True)
+    monkeypatch.setattr(numba_cpu, "host_lanes", lambda: 4)
+    with pytest.raises(
+        ValueError, match="by F16C, which this CPU lacks; attention_backend='sdpa' and 'reference' need"
+    ):
         select_backend("numba_cpu", make_spec(), CPU)
     backend, why = select_backend("auto", make_spec(), CPU)
-    assert backend.name == "sdpa" and "numba_cpu cannot: its kernels read no fp8 cache" in why
+    assert backend.name == "sdpa" and "numba_cpu cannot: its kernels read an fp8 cache by F16C" in why
     assert NumbaCPUBackend().unsupported(make_spec(kv_dtype=None), CPU) is None
     with pytest.raises(ValueError, match="kv_dtype must be torch.float8_e4m3fn or None, got torch.float8_e5m2"):
         make_spec(kv_dtype=torch.float8_e5m2)

@@ -68,6 +68,7 @@ WITHOUT = {
     "models/quantization/codes": "lists layouts; the exercise is in numba_kernels/cpu/matmul/quantized",
     "models/quantization/compressed": "lists layouts; the exercise is in numba_kernels/cpu/matmul/quantized",
     "models/quantization/formats": "lists layouts; the exercise is in numba_kernels/cpu/matmul/quantized",
+    "models/quantization/gptq": "has its exercise in recipes/rounding",
     "models/quantization/writers": "writes the layouts of the chapters before it",
     "numba_kernels/cpu/scan": "has its exercise in models/families/state",
     "numba_kernels/cuda/scan": "has its exercise in models/families/state",

@@ -85,6 +85,16 @@ def test_a_small_pool_shortens_requests_instead_of_dead_locking():
     assert "max_model_len" in made.explain()
 
 
+def test_it_says_who_adds_up():
+    by_kernel = dataclasses.replace(CPU, sums_by_peers=True, sums_by_peers_why="they can")
+    assert "disable_custom_all_reduce" in config(by_kernel, tensor_parallel_size=2).explain()
+    for machine, value in ((CPU, True), (by_kernel, False)):
+        found = [
+            d for d in config(machine, tensor_parallel_size=2).decisions if d.setting == "disable_custom_all_reduce"
+        ]
+        assert [(d.value, d.why) for d in found] == [(value, machine.sums_by_peers_why)]
+
+
 def test_no_more_blocks_than_can_be_used():
     made = config(max_num_seqs=2)
     assert made.cache.num_gpu_blocks == 2 * 512 // 16 + 1

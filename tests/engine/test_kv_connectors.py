@@ -1,6 +1,8 @@
 """Blocks from main memory, files and another engine: the tokens are the same, and a load that fails costs only work."""
 
+import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from tiny_models import tiny_model_path
 from minivllm.core.config import EngineArgs
 from minivllm.core.kv_connector import ARC, LRU
 from minivllm.engine.llm import LLM
-from minivllm.runtime.kv_connectors import SharedStorageWorker, register_kv_connector
+from minivllm.runtime.kv_connectors import PeerMemoryWorker, SharedStorageWorker, register_kv_connector
 from minivllm.sampling.params import SamplingParams
 
 __all__ = ["tiny_model_path"]
@@ -195,7 +197,10 @@ def test_what_is_kept():
     ("config", "message"),
     [
         ({"kv_role": "kv_both"}, "must be a dict with kv_connector"),
-        ({"kv_connector": "Nixl"}, "kv_connector must be one of OffloadingConnector, SharedStorageConnector"),
+        (
+            {"kv_connector": "Nixl"},
+            "kv_connector must be one of OffloadingConnector, PeerMemoryConnector, SharedStorageConnector",
+        ),
         ({"kv_connector": "OffloadingConnector", "kv_role": "both"}, "kv_role must be one of"),
         ({"kv_connector": "OffloadingConnector", "kv_load_failure_policy": "fail"}, "kv_load_failure_policy must be"),
         (transfer("OffloadingConnector"), "must have 'num_cpu_blocks'"),
@@ -222,3 +227,60 @@ def test_what_does_not_go_together_is_said(tiny_model_path):
         LLM(str(tiny_model_path("gemma3")), **SIZES, num_gpu_blocks=40, kv_transfer_config=config)
     with pytest.raises(ValueError, match="exists already"):
         register_kv_connector("OffloadingConnector", None, None)
+
+
+def peer(path: str, folder, role: str, num_blocks: int = 60, **more) -> LLM:
+    extra = {"shared_storage_path": str(folder), "num_blocks": num_blocks}
+    return LLM(path, **{**SIZES, **more}, kv_transfer_config=transfer("PeerMemoryConnector", role, **extra))
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_an_engine_reads_blocks_in_the_memory_of_another(tiny_model_path, want, tmp_path, name):
+    path = str(tiny_model_path(name))
+    first, second = peer(path, tmp_path, "kv_producer"), peer(path, tmp_path, "kv_consumer")
+    tokens(first)
+    with second.llm_engine.record() as trace:
+        assert tokens(second) == want[name]
+    prompt_blocks = sum((event.num_prompt - 1) // 16 for event in trace if event.kind == "add")
+    assert total(trace, "kv_load") == prompt_blocks > 0 and not total(trace, "kv_save")
+    assert second.llm_engine.get_metrics()["num_kv_load_failures"] == 0
+    (store,) = tmp_path.glob("store-*")
+    check_at_rest(second)
+    first.llm_engine.close()
+    del first
+    gc.collect()
+    assert not store.exists()
+
+
+@pytest.mark.parametrize("fault", ["few slots", "refilled while it is read", "producer gone", "nonsense"])
+def test_blocks_that_are_gone_from_the_other_memory_are_computed(tiny_model_path, want, tmp_path, monkeypatch, fault):
+    path = str(tiny_model_path("llama"))
+    first = peer(path, tmp_path, "kv_producer", num_blocks=3 if fault == "few slots" else 60)
+    tokens(first)
+    files = sorted(tmp_path.glob("*/*.0"))
+    if fault == "refilled while it is read":
+        copy = PeerMemoryWorker._copy_here
+
+        def refilled(self, slots, pairs):
+            copy(self, slots, pairs)
+            for file in files:
+                os.replace(shutil.copy(file, f"{file}.new"), file)
+
+        monkeypatch.setattr(PeerMemoryWorker, "_copy_here", refilled)
+    elif fault != "few slots":
+        store = "store-0-60-1 " if fault == "producer gone" else "../store-0-60-1 "
+        for file in files:
+            file.write_text(store + "5")
+    second = peer(path, tmp_path, "kv_consumer")
+    assert tokens(second) == want["llama"]
+    metrics = second.llm_engine.get_metrics()
+    if fault == "few slots":
+        assert len(files) == 3 and metrics["num_kv_load_failures"] == 0
+    else:
+        assert len(files) > 3 and metrics["num_kv_load_failures"] > 0
+    check_at_rest(second)
+
+
+def test_a_producer_says_how_many_blocks_it_keeps(tiny_model_path, tmp_path):
+    with pytest.raises(ValueError, match="num_blocks must be at least 1, got 0"):
+        peer(str(tiny_model_path("llama")), tmp_path, "kv_producer", num_blocks=0)

@@ -221,8 +221,8 @@ def test_bad_engine_arguments(path):
         LLM(path, max_model_len=100, num_gpu_blocks=9, **SMALL)
     with pytest.raises(ValueError, match="no attention backend 'fast'"):
         LLM(path, attention_backend="fast", **SMALL)
-    with pytest.raises(ValueError, match="must be one of uni, mp.*; got 'ray'"):
-        LLM(path, distributed_executor_backend="ray", num_gpu_blocks=9, **SMALL)
+    with pytest.raises(ValueError, match="must be one of uni, mp.*; got 'rays'"):
+        LLM(path, distributed_executor_backend="rays", num_gpu_blocks=9, **SMALL)
 
 
 def test_a_bad_request_leaves_the_others_running(tiny):

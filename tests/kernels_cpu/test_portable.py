@@ -109,6 +109,7 @@ TARGETS = {  # triple, CPU, features, lanes, registers; a vector multiply-add, a
 }
 KERNELS = {
     "attention": lambda lanes, registers: cpu_attention.attend(64, 3, 16, 16, 16, lanes, registers),
+    "fp8 attention": lambda lanes, registers: cpu_attention.attend(64, 3, 16, 16, 8, lanes, registers),
     "gemv": lambda lanes, registers: gemv.matmul(16, lanes, registers),
     "packed": lambda lanes, registers: packed.matmul(16, lanes, registers),
 }
@@ -140,6 +141,8 @@ def assembly_of(body, triple, cpu, features):
     [
         ("attention", "avx2"),
         ("attention", "neon"),
+        ("fp8 attention", "avx2"),
+        ("fp8 attention", "neon"),
         ("gemv", "neon"),
         ("packed", "avx2"),
     ],

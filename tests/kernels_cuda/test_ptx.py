@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 from chapter import chapter_cells
 
-from minivllm_kernels.cuda import cache, decode, gemv, launch, lora, pointwise, prefill, prefill_hopper, quantized
+from minivllm_kernels.cuda import (
+    all_reduce,
+    cache,
+    decode,
+    gemv,
+    launch,
+    lora,
+    pointwise,
+    prefill,
+    prefill_hopper,
+    quantized,
+)
 from minivllm_kernels.cuda.planning import AttentionShape
 
 INSTALL = 'pip install "numba-cuda[cu13]>=0.30" "nvidia-nvvm==13.0.*" "nvidia-cuda-nvcc==13.0.*"'
@@ -75,6 +86,8 @@ KERNELS = {
     "quantized gemv mma, fp8": (lambda: quantized_gemv("fp8", 4096, 128, "float32", 16), 255),
     "quantized gemv mma, int8": (lambda: quantized_gemv("int8", 4096, 4096, "float32", 8), 255),
     "dequantize": (lambda: quantized.dequantize(quantized.Format("int4", BF16, 4096, 32, BF16)), 64),
+    "all-reduce": (lambda: all_reduce.one_shot(BF16, 2), 64),
+    "all-reduce, 8 ranks": (lambda: all_reduce.one_shot("float32", 8), 64),
     "silu": (lambda: pointwise.silu_mul(FP16, 4096), 64),
     "lora shrink": (lambda: lora.lora_shrink(BF16, 3072), 128),
     "lora expand": (lambda: lora.lora_expand(FP16), 128),

@@ -45,8 +45,9 @@ CORE_MAY_IMPORT = {
     "numpy",
     "pandas",
     "pyarrow",
+    "ray",
     "minivllm",
-}  # besides the standard library; pandas and pyarrow when asked for
+}  # besides the standard library; pandas, pyarrow and ray when asked for
 
 
 def modules() -> list[Path]:

@@ -91,6 +91,33 @@ def test_the_same_to_the_bit_in_bf16(captured):
     assert captured == [rows for rows in (14, 2, 7, 1) if rows <= few]
 
 
+class Rows:
+    """A decoder whose logits are what `forward` gave."""
+
+    def __init__(self, decoder):
+        self.decoder, self.compute_logits = decoder, lambda hidden: hidden
+
+    def __getattr__(self, name):
+        return getattr(self.decoder, name)
+
+
+def test_streams_that_are_kept_for_a_proposer(captured):
+    decoder = make_decoder(hf_model("llama"), "numba_cpu")
+    size, steps = decoder.spec.hidden_size, STEPS[1:]
+    plain = logits(Rows(decoder), True, steps)
+    decoder.taps = (2, 0)
+    kept, paged = logits(Rows(decoder), True, steps), PagedDecoder(Rows(decoder), seed=0)
+    assert captured == [2, 7, 1] * 2
+    decoder._captured = None
+    for name, tokens in prompts(40, 20, 31).items():
+        paged.add(name, tokens)
+    for step, without, rows in zip(steps, plain, kept, strict=True):
+        assert torch.equal(rows, torch.cat(list(paged.step(step).values())))
+        assert rows.shape[1] == 3 * size and torch.equal(rows[:, :size], without)
+    first = torch.tensor([tokens[0] for name, tokens in prompts(40, 20).items()])
+    assert torch.equal(kept[0][:, 2 * size :], decoder.embedding[first])
+
+
 @pytest.mark.parametrize("kernel", ["int8", "int4_32"])
 def test_quantized_matmuls(kernel):
     assert same(make_decoder(hf_model("llama"), "numba_cpu", linear_method=kernel))

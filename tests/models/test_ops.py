@@ -50,6 +50,22 @@ def test_add_rms_norm(ops, dtype, rows, size):
 
 
 @OPS
+@DTYPES
+@ROWS
+@pytest.mark.parametrize("size", [576, 20])
+def test_add_into_rows_that_lie_apart(ops, dtype, rows, size):
+    ops, out = make_layer_ops(ops), torch.full((rows, 3 * size), 7.0).to(dtype)
+    x, stream = (torch.randn(rows, size).to(dtype) for _ in range(2))
+    want = out.clone()
+    want[:, size : 2 * size] = x + stream
+    ops.add_into(x, stream, out[:, size : 2 * size])
+    assert torch.equal(out, want)
+    want[:, :size] = x
+    ops.add_into(x, None, out[:, :size])
+    assert torch.equal(out, want)
+
+
+@OPS
 @pytest.mark.parametrize(("dtype", "offset"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)])
 def test_a_norm_with_a_weight_of_its_own_dtype_or_a_wider_one(ops, dtype, offset):
     norm = RMSNorm(40, 1e-2, make_layer_ops(ops), dtype=dtype, device=CPU, offset=offset)
@@ -153,11 +169,16 @@ def test_a_row_is_the_same_in_any_company(dtype):
 @DTYPES
 @pytest.mark.parametrize(("rows", "top"), [(1, 1), (5, 3), (400, 8)])
 @pytest.mark.parametrize("size", [48, 20])
-def test_what_experts_found_is_weighed(ops, dtype, rows, top, size):
-    outputs, weights = torch.randn(rows, top, size).to(dtype), torch.rand(rows, top)
-    order = torch.randperm(rows * top)
-    got = make_layer_ops(ops).weigh(outputs.flatten(0, 1)[order], order, weights)
-    close(got, torch.einsum("tkn,tk->tn", outputs.double(), weights.double()))
+def test_tokens_are_sorted_by_expert_and_put_back(ops, dtype, rows, top, size):
+    x, weights, ops = torch.randn(rows, size).to(dtype), torch.rand(rows, top), make_layer_ops(ops)
+    ids = torch.stack([torch.randperm(11)[:top] for _ in range(rows)])
+    sorted_rows, places, counts = ops.moe_permute(x, ids, 11)
+    assert counts.tolist() == ids.flatten().bincount(minlength=11).tolist()
+    assert torch.equal(sorted_rows, x[torch.tensor(sorted(range(rows * top), key=lambda i: ids.flatten()[i])) // top])
+    assert torch.equal(sorted_rows[places], x[:, None].expand(-1, top, -1))
+    outputs = sorted_rows * torch.arange(11).repeat_interleave(counts)[:, None].to(dtype)
+    want = torch.einsum("tkn,tk->tn", outputs[places].double(), weights.double())
+    close(ops.moe_unpermute(outputs, places, weights), want)
 
 
 @OPS

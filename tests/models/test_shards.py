@@ -2,11 +2,11 @@
 
 import math
 import queue
-import threading
 
 import pytest
 import torch
 from paged import PagedDecoder, make_decoder
+from thread_ranks import Board, ThreadGroup, on_ranks
 from tiny_models import STATES, TINY_MODELS, hf_config, hf_model
 
 from minivllm.core.config import EngineArgs, KVCacheGroup, KVCacheSpec, stage_groups, stage_layers
@@ -28,34 +28,6 @@ def one_thread():
 PROMPT = torch.randint(0, 250, (41,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
-class Board:
-    """Where ranks that are threads put what they have, and read what the others have."""
-
-    def __init__(self, size: int) -> None:
-        self.barrier, self.parts = threading.Barrier(size, timeout=120), [None] * size
-
-    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
-        self.parts[rank] = x.clone()
-        self.barrier.wait()
-        parts = list(self.parts)
-        self.barrier.wait()
-        return parts
-
-
-class ThreadGroup(TensorGroup):
-    def __init__(self, share: Share, board: Board) -> None:
-        super().__init__(share)
-        self.board = board
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._count(x)
-        return x.copy_(sum(self.board.exchange(self.share.rank, x)))
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        self._count(x)
-        return torch.cat(self.board.exchange(self.share.rank, x), -1)
-
-
 class ThreadStage(Stage):
     """A stage whose neighbours are threads. pipes: a queue between each two stages of one rank."""
 
@@ -72,33 +44,26 @@ class ThreadStage(Stage):
         return x, residual
 
 
-def on_ranks(size: int, run, by_expert: bool = False) -> list:
-    """What `run(group)` gives on each rank."""
-    board, results = Board(size), [None] * size
-
-    def work(rank: int) -> None:
-        try:
-            results[rank] = run(ThreadGroup(Share(rank, size, by_expert), board))
-        except BaseException as error:  # noqa: BLE001 - raised below
-            results[rank] = error
-            board.barrier.abort()
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in sorted(results, key=lambda r: isinstance(r, threading.BrokenBarrierError)):
-        if isinstance(result, BaseException):
-            raise result
-    return results
-
-
 def logits_of(decoder: Decoder) -> torch.Tensor:
     """A prompt in two chunks."""
     paged = PagedDecoder(decoder)
     paged.add("a", PROMPT)
     return torch.cat([paged.step({"a": 30})["a"], paged.step({"a": 11})["a"]])
+
+
+def test_a_group_gives_an_adder_what_it_takes(monkeypatch):
+    class Doubles:
+        takes = staticmethod(lambda x: x.numel() < 5)
+
+        def __call__(self, x):
+            x *= 2
+
+    left = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, group: left.append((x, group)))
+    group, small, large = TensorGroup(Share(0, 2), "these", Doubles()), torch.ones(2, 2), torch.ones(5)
+    assert group.all_reduce(small) is small and group.all_reduce(large) is large
+    assert small.tolist() == [[2, 2], [2, 2]] and large.tolist() == [1] * 5
+    assert [(x is large, whose) for x, whose in left] == [(True, "these")] and group.calls == 2
 
 
 @torch.inference_mode()
@@ -219,7 +184,7 @@ def test_what_cannot_be_split_is_refused_by_name():
         spec_from_config(hf_config("mixtral").to_dict()).layers[0].mlp.split(Share(0, 3, True))
     with pytest.raises(ValueError, match="enable_expert_parallel needs tensor_parallel_size"):
         EngineArgs(enable_expert_parallel=True)
-    for method in ("draft_model", "eagle"):
+    for method in ("draft_model", "eagle", "eagle3"):
         with pytest.raises(ValueError, match=f"method '{method}' is implemented for one rank"):
             EngineArgs(
                 tensor_parallel_size=2,

@@ -435,7 +435,8 @@ def test_a_model_without_states_has_no_cache_mode(tiny_model_path):
         LLM(str(tiny_model_path("llama")), mamba_cache_mode="all")
 
 
-def test_a_proposer_with_a_cache_of_its_own_is_refused():
-    args, model = SimpleNamespace(speculative=SimpleNamespace(method="eagle")), SimpleNamespace(name="m")
-    with pytest.raises(ValueError, match="model 'm' has state-space layers, for which method 'eagle' is not"):
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_proposer_with_a_cache_of_its_own_is_refused(method):
+    args, model = SimpleNamespace(speculative=SimpleNamespace(method=method)), SimpleNamespace(name="m")
+    with pytest.raises(ValueError, match=f"model 'm' has state-space layers, for which method '{method}' is not"):
         _check_drafts(args, model, "none")

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import tiny_gguf as tiny
 import torch
-from paged import PagedDecoder
+from paged import PagedDecoder, make_decoder
 from quantized_checkpoints import PROMPTS, decoder_of, linears, small_model
 from safetensors.torch import load_file
+from tiny_models import hf_model
 from tokenizers import Tokenizer
 
 from minivllm.cli import main
@@ -17,6 +18,7 @@ from minivllm.models.gguf import convert_gguf
 from minivllm.models.linear.grouped import GroupedWeight
 from minivllm.models.linear.scaled import ScaledWeight
 from minivllm.models.loading import CheckpointError, load_model
+from minivllm.models.quantization.gptq import calibrate, gptq
 from minivllm.models.quantization.writers import linear_names, round_groups, write_compressed, write_gguf
 
 
@@ -41,6 +43,49 @@ def test_rounding_goes_to_the_nearest_number_of_each_group():
         rounded = round_groups(weight, 32, bits)
         step = weight.unflatten(1, (2, 32)).abs().amax(-1) / top
         assert ((rounded.dequantize() - weight).unflatten(1, (2, 32)).abs() <= step[..., None] / 2 * 1.0001).all()
+
+
+def correlated(tokens, inputs=64):
+    """Activations that are mixes of few directions, some inputs louder than others."""
+    directions = torch.randn(8, inputs, generator=torch.Generator().manual_seed(1))
+    mixed = torch.randn(tokens, 8) @ directions + 0.2 * torch.randn(tokens, inputs)
+    return mixed * torch.logspace(-1, 1, inputs)[torch.randperm(inputs, generator=torch.Generator().manual_seed(2))]
+
+
+def test_gptq_is_least_squares_after_each_input_that_was_rounded():
+    """Against float64: the inputs that are left are solved for anew, from the activations themselves."""
+    torch.manual_seed(0)
+    x, weight, damp = correlated(300, 16).double(), torch.randn(3, 16), 0.01
+    hessian = x.T @ x
+    rounded = gptq(weight, hessian.float(), 8, damp)
+    scale = rounded.scale.double().repeat_interleave(8, 1)
+    assert torch.equal(rounded.scale, round_groups(weight, 8).scale)
+    penalty = (damp * hessian.diagonal().mean()).sqrt() * torch.eye(16).double()  # damping, as rows of activations
+    rows = torch.cat((x, penalty))
+    order = hessian.diagonal().argsort(descending=True).tolist()
+    exact, w = weight.double(), weight.double().clone()
+    for place, i in enumerate(order):
+        w[:, i] = (w[:, i] / scale[:, i]).round().clamp(-8, 7) * scale[:, i]
+        left, done = order[place + 1 :], order[: place + 1]
+        if left:
+            error = rows[:, done] @ (w - exact)[:, done].T
+            w[:, left] = exact[:, left] - torch.linalg.lstsq(rows[:, left], error).solution.T
+    torch.testing.assert_close(rounded.dequantize().double(), w, rtol=1e-6, atol=1e-6)
+
+
+def test_gptq_errs_less_in_outputs_that_it_has_not_seen_and_as_much_where_inputs_are_alone():
+    torch.manual_seed(0)
+    weight, seen, later = torch.randn(48, 64), correlated(1000), correlated(200)
+    weight[5, :32] = 0  # a group of zeros
+    errors = [
+        (later @ (rounded.dequantize() - weight).T).norm()
+        for rounded in (gptq(weight, seen.T @ seen, 32), round_groups(weight, 32))
+    ]
+    assert errors[0] < 0.5 * errors[1]
+    alone = gptq(weight, torch.diag(torch.rand(64) + 0.5), 32)
+    assert torch.equal(alone.q, round_groups(weight, 32).q)
+    with pytest.raises(ValueError, match="GPTQ needs inputs: none but zeros were seen"):
+        gptq(weight, torch.zeros(64, 64), 32)
 
 
 @pytest.mark.parametrize(("format", "kind", "step"), [("int4", GroupedWeight, 1 / 7), ("int8", ScaledWeight, 1 / 127),
@@ -110,6 +155,38 @@ def test_the_command_writes_and_refuses(plain, tmp_path, capsys):
     ):
         assert main(["quantize", *more]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_the_command_calibrates(bpe, tmp_path, capsys):
+    text, short = tmp_path / "text.txt", tmp_path / "short.txt"
+    text.write_text("the 12 abab x " * 200)
+    short.write_text("the")
+    command = ["quantize", str(bpe), str(tmp_path / "near"), "--format", "int4", "--group-size", "16"]
+    assert main(command) == 0
+    command[2] = str(tmp_path / "gptq")
+    assert main([*command, "--calibration", str(short)]) == 2
+    assert "a calibration text needs at least 127" in capsys.readouterr().err
+    assert main([*command, "--calibration", str(text)]) == 0
+    assert main(["quantize", str(bpe), str(tmp_path / "c"), "--format", "fp8", "--calibration", str(text)]) == 2
+    assert "--calibration goes with --format int4, not with fp8" in capsys.readouterr().err
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("near", "gptq")]
+    assert configs[0] == configs[1]
+    tokens = Tokenizer.from_file(str(bpe / "tokenizer.json")).encode(text.read_text()).ids[:100]
+    found = []
+    for folder in (bpe, tmp_path / "near", tmp_path / "gptq"):
+        paged = PagedDecoder(decoder_of(folder))
+        paged.add("a", tokens)
+        found.append(paged.step({"a": len(tokens)})["a"])
+    whole, near, calibrated = found
+    assert 0 < (calibrated - whole).norm() < 0.8 * (near - whole).norm()
+
+
+def test_an_expert_that_reads_nothing_is_named():
+    decoder = make_decoder(hf_model("mixtral"))
+    with pytest.raises(
+        ValueError, match=r"no token of the calibration text reached model\.layers\.0\..*: take a longer"
+    ):
+        calibrate(decoder, lambda: None, 16)
 
 
 def test_a_model_that_gguf_cannot_hold_is_refused(plain, tmp_path):

@@ -1,10 +1,15 @@
 """Facts about made-up machines."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from minivllm.attention.numba_cuda import cuda_ops
+from minivllm.core.config import EngineArgs
 from minivllm.runtime.machine import (
     choose_device,
+    choose_sums,
     cpu_memory,
     cpu_quota,
     environment_report,
@@ -101,6 +106,20 @@ def test_device(monkeypatch):
         choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("auto") == "cuda"
+
+
+def test_who_adds_up(monkeypatch):
+    ops, two = cuda_ops(), EngineArgs(tensor_parallel_size=2)
+    assert choose_sums("cuda", EngineArgs()) == choose_sums("cpu", two) == (False, "no ranks on GPUs share a layer")
+    assert choose_sums("cuda", replace(two, disable_custom_all_reduce=True)) == (False, "asked for: NCCL adds up")
+    over_ray = replace(two, distributed_executor_backend="ray")
+    assert choose_sums("cuda", over_ray)[1] == "NCCL adds up: with 'ray' the ranks may be on several machines"
+    monkeypatch.setattr(ops, "device_unsupported", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) != (1, 0))
+    assert choose_sums("cuda", two) == (False, "NCCL adds up: GPU 1 cannot read the memory of GPU 0")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    assert choose_sums("cuda", two)[0] and f"up to {ops.most_summed_bytes(2) >> 10} KiB" in choose_sums("cuda", two)[1]
+    assert "for up to 8 GPUs, not for 9" in choose_sums("cuda", replace(two, tensor_parallel_size=9))[1]
 
 
 def test_facts():

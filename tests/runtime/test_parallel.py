@@ -1,6 +1,5 @@
 """Several ranks give the tokens of one: tensor and expert parallelism by worker processes."""
 
-import asyncio
 import os
 import re
 import signal
@@ -11,28 +10,31 @@ from pathlib import Path
 
 import pytest
 from adapters import VARIANTS, peft_adapter
+from ranks import (
+    GREEDY,
+    LOOPBACK,
+    PROMPTS,
+    SIZES,
+    check_bytes,
+    check_that_a_death_reaches_every_waiter,
+    listening,
+    sharded,
+    tokens,
+)
 from tiny_models import tiny_model_path
 
 from minivllm.core.config import EngineArgs
-from minivllm.engine.async_llm import AsyncLLM, EngineDeadError
-from minivllm.engine.core import EngineCore
+from minivllm.core.trace import Trace
+from minivllm.core.trace_files import perfetto_events
 from minivllm.engine.llm import LLM
-from minivllm.engine.llm_engine import LLMEngine
 from minivllm.lora.adapter import LoRARequest
-from minivllm.models.parallel import Share
-from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import plan_engine
-from minivllm.runtime.executors.mp import MultiprocExecutor, WorkerError, start_workers, step_timeout
-from minivllm.sampling.grammar import GrammarCompiler
+from minivllm.runtime.executors.mp import WorkerError, start_workers, step_timeout
 from minivllm.sampling.params import SamplingParams, StructuredOutputsParams
 from minivllm.spec_decode.proposers import NgramProposer
 
 __all__ = ["tiny_model_path"]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sockets are inherited")
-SIZES = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "num_gpu_blocks": 60, "attention_backend": "sdpa"}
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-SHARED = "A long beginning that several of the requests share, word by word, "
-PROMPTS = [SHARED + "and then one", "Hello", SHARED + "and then another", "abcabcabcabcabc", "The end", "x"]
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +45,6 @@ def pair():
     workers.close()
 
 
-def sharded(workers, path, **changes) -> LLM:
-    """An LLM whose ranks are these workers."""
-    args = EngineArgs(model=str(path), **{**SIZES, "tensor_parallel_size": workers.size, **changes})
-    plan = plan_engine(args)
-    executor = MultiprocExecutor(plan, workers)
-    tokenizer = get_tokenizer(plan.model.path)
-    grammar = GrammarCompiler(tokenizer, plan.config.model.vocab_size)
-    core = EngineCore(executor.config, executor, grammar=grammar)
-    llm = LLM.__new__(LLM)
-    llm._start_with(LLMEngine(executor.config, core, tokenizer, plan.model.generation_config))
-    llm.llm_engine.know_adapters(plan.model.spec)
-    return llm
-
-
 def test_settings(monkeypatch):
     assert EngineArgs(tensor_parallel_size=2, pipeline_parallel_size=3).world_size == 6
     assert EngineArgs(pipeline_parallel_size=2).executor == "mp" and EngineArgs().executor == "uni"
@@ -65,22 +53,6 @@ def test_settings(monkeypatch):
     monkeypatch.setenv("MINIVLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "soon")
     with pytest.raises(ValueError, match="must be a number of seconds above 0, got 'soon'"):
         step_timeout()
-
-
-def tokens(llm: LLM, params=GREEDY, prompts=PROMPTS, **options) -> list[list[int]]:
-    return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False, **options)]
-
-
-def check_bytes(path, memory, **changes):
-    """Weights and cache of every rank are what the plan says."""
-    args = EngineArgs(model=str(path), tensor_parallel_size=len(memory), **{**SIZES, **changes})
-    plan = plan_engine(args)
-    shapes = plan.model.spec.weight_shapes(Share(0, len(memory), args.enable_expert_parallel))
-    matrices = sum(4 * rows * columns for rows, columns in (shape for shape in shapes.values() if len(shape) == 2))
-    extra = [shape for name, shape in shapes.items() if re.search("kv_b_proj|wpe|embed_positions", name)]
-    for rank in memory:
-        assert rank["matrices"] == matrices - sum(4 * rows * columns for rows, columns in extra)
-        assert rank["kv_cache"] == plan.config.kv_cache.num_blocks * plan.config.kv_cache.bytes_per_block
 
 
 @pytest.mark.slow
@@ -191,6 +163,41 @@ def test_two_stages_give_the_tokens_of_one(name, pair, tiny_model_path, tmp_path
 
 
 @pytest.mark.slow
+def test_a_recording_tells_what_each_rank_did(pair, tiny_model_path, tmp_path):
+    """Joins lie within steps, stages wait for each other, all on the engine's clock; files and Perfetto have it."""
+    path = tiny_model_path("llama")
+    for stages in (1, 2):
+        llm = sharded(pair, path, tensor_parallel_size=2 // stages, pipeline_parallel_size=stages)
+        before = llm.llm_engine.core.executor.collective_rpc("memory")
+        with llm.record(ranks=True) as trace:
+            tokens(llm)
+        after = llm.llm_engine.core.executor.collective_rpc("memory")
+        tokens(llm)
+        started = {event.step: event.time for event in trace if event.kind == "step"}
+        assert {rank for rank, *_ in trace.ranks} == {0, 1}
+        for rank in (0, 1):
+            mine = [span[1:] for span in trace.ranks if span[0] == rank]
+            steps = [(at, at + seconds) for name, at, seconds, _ in mine if name == "step"]
+            assert len(steps) >= sum(event.kind == "schedule" and bool(event.num_scheduled) for event in trace)
+            assert min(started.values()) < steps[0][0] and steps[0][1] < llm.llm_engine.clock.now()
+            names = {name for name, *_ in mine} - {"step", "idle"}
+            assert names == ({"all_reduce", "all_gather"} if stages == 1 else {"receive"} if rank else {"send"})
+            for name, at, seconds, size in mine:
+                assert name in ("step", "idle") or any(a <= at and at + seconds <= b for a, b in steps)
+            joined = [size for name, _, _, size in mine if name in ("all_reduce", "all_gather")]
+            assert len(joined) == after[rank]["calls"] - before[rank]["calls"]
+            assert sum(joined) == after[rank]["bytes"] - before[rank]["bytes"]
+        llm.close()
+    trace.save(tmp_path / "run.jsonl")
+    again = Trace.load(tmp_path / "run.jsonl")
+    assert again.ranks == trace.ranks
+    names = {e["args"]["name"] for e in perfetto_events(again) if e["ph"] == "M" and e["name"] == "process_name"}
+    assert names == {"engine", "requests", "rank 0", "rank 1"}
+    waits = [e for e in perfetto_events(again) if e["name"] == "receive"]
+    assert waits and all(e["pid"] == 11 for e in waits)
+
+
+@pytest.mark.slow
 def test_two_ranks_fetch_blocks_and_agree_on_what_cannot_be(pair, tiny_model_path, tmp_path):
     """One rank's half of a block is damaged: neither uses it."""
     path, extra = tiny_model_path("llama-tied-biased"), {"shared_storage_path": str(tmp_path)}
@@ -210,21 +217,6 @@ def test_two_ranks_fetch_blocks_and_agree_on_what_cannot_be(pair, tiny_model_pat
             half.write_bytes(b"x")
 
 
-def listening(pids: list[int]) -> set[str]:
-    """The addresses that these processes listen on, as /proc/net/tcp has them."""
-    inodes = {os.readlink(link) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.add(fields[1].split(":")[0])
-    return found
-
-
-LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_listen_on_loopback_alone(pair):
@@ -233,30 +225,10 @@ def test_workers_listen_on_loopback_alone(pair):
 
 @pytest.mark.slow
 def test_the_end_of_a_worker_reaches_every_waiter(pair, tiny_model_path):
-    """Last of those that use the pair: it is gone then. In a thread, with requests waiting and with none."""
-
-    async def main() -> None:
-        engine = AsyncLLM(sharded(pair, tiny_model_path("llama")).llm_engine)
-        died = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        engine.on_death = lambda error: loop.call_soon_threadsafe(died.set)
-        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-        streams = [await engine.submit(prompt, params) for prompt in PROMPTS]
-        await anext(streams[0])
-        pair.processes[1].kill()
-        for stream in streams:
-            with pytest.raises(EngineDeadError, match=r"worker 1 of 2 \(process \d+\) was killed by SIGKILL"):
-                async for _ in stream:
-                    pass
-        await asyncio.wait_for(died.wait(), 20)
-        with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
-            await engine.submit("x", params)
-        engine.shutdown()
-
-    asyncio.run(main())
+    """Last of those that use the pair: it is gone then."""
+    how = r"worker 1 of 2 \(process \d+\) was killed by SIGKILL"
+    check_that_a_death_reaches_every_waiter(pair, tiny_model_path("llama"), pair.processes[1].kill, how)
     assert all(process.wait(10) != 0 for process in pair.processes)
-    with pytest.raises(WorkerError, match="was killed by SIGKILL"):
-        pair.call("memory")
 
 
 SERVE = """
@@ -313,6 +285,12 @@ def alive(pid: int) -> bool:
 
 def test_what_cannot_cross_is_refused_by_name(tiny_model_path):
     path = str(tiny_model_path("llama"))
+    with (
+        LLM(path, **SIZES) as llm,
+        pytest.raises(ValueError, match=r"record\(ranks=True\) needs ranks"),
+        llm.record(ranks=True),
+    ):
+        pass
     with pytest.raises(ValueError, match="logits_processors are objects"):
         LLM(path, distributed_executor_backend="mp", logits_processors=[lambda logits, batch: logits], **SIZES)
     speculation = {"method": NgramProposer(1, 2), "num_speculative_tokens": 2}

@@ -20,7 +20,7 @@ SIZES = {
     "max_num_batched_tokens": 24,
 }  # fmt: skip
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, output_kind=RequestOutputKind.CUMULATIVE)
-KINDS = ("ngram", "suffix", "draft_model", "medusa", "eagle", "object")
+KINDS = ("ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3", "object")
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def load(kind, way, path, draft, folders, answer):  # noqa: F811
         "num_speculative_tokens": MOST,
         "dynamic_length": False,
     }
-    if kind in ("draft_model", "medusa", "eagle"):
+    if kind in ("draft_model", "medusa", "eagle", "eagle3"):
         config["model"] = str(draft if kind == "draft_model" else folders[kind])
     pool = {"num_gpu_blocks": 26} | ({"num_cpu_blocks": 60, "preemption_mode": "swap"} if way["swap"] else {})
     llm = LLM(path, speculative_config=config, async_scheduling=way["overlaps"], **SIZES, **pool)
@@ -125,7 +125,15 @@ def play(llm, events, answer):
 
 
 WAYS = [(overlaps, swap) for overlaps in (False, True) for swap in (False, True)]
-QUICK = {"ngram": 3, "suffix": 2, "draft_model": 3, "medusa": 1, "eagle": 2, "object": 3}  # the number of a way
+QUICK = {
+    "ngram": 3,
+    "suffix": 2,
+    "draft_model": 3,
+    "medusa": 1,
+    "eagle": 2,
+    "eagle3": 3,
+    "object": 3,
+}  # the number of a way
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,12 @@ def make_results(s: CPUAttentionShape) -> tuple[Any, Any]:
 
 def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
     D, L, G, STATE, BITS, SUM, ZIPPED = s.head_dim, s.lanes, s.group, s.state, s.q_bits, s.head_dim, zipped(s)
-    QUERIES, SCALED, QUERY_BITS = s.offsets["queries"], not s.tiles, 16 if s.tiles else 32
+    QUERIES, SCALED, QUERY_BITS, EIGHT = s.offsets["queries"], not s.tiles, 16 if s.tiles else 32, s.kv_bits == 8
+
+    @jit
+    def factor(args, which):
+        """On what is read from the cache: keys (0) or values (1)."""
+        return floats_at(args[planning.KV_FACTORS], 32)[which] if EIGHT else ONE
 
     @jit
     def take_queries(args, mine, it, h, row_block, first, last):
@@ -180,7 +185,7 @@ def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
         with the repeated ones."""
         items, q = ints_at(args[planning.ITEMS], 32), floats_at(args[planning.Q], BITS)
         queries = floats_at(mine + QUERIES, QUERY_BITS)
-        scale = splat(floats_at(args[planning.FACTORS], 32)[0] if SCALED else ONE, L)
+        scale = splat(floats_at(args[planning.FACTORS], 32)[0] * factor(args, 0) if SCALED else ONE, L)
         rows = items[it + planning.TOKENS] * G
         padded = (rows + row_block - 1) // row_block * row_block
         for r in range(padded):
@@ -203,7 +208,7 @@ def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
         out, token = floats_at(args[planning.OUT], BITS), ints_at(args[planning.ITEMS], 32)[it + planning.TOKEN]
         for r in range(rows):
             row, to = r * STATE, ((token + r // G) * args[planning.HEADS] + h) * G * D + r % G * D
-            norm = splat(ONE / total(load(result, row + SUM, L)), L)
+            norm = splat(factor(args, 1) / total(load(result, row + SUM, L)), L)
             if ZIPPED:
                 for d in range(0, D, 2 * L):
                     x, y = zip_lanes(load(result, row + d, L), load(result, row + d + L, L))

@@ -9,11 +9,11 @@ import numpy as np
 from numba import njit
 
 from minivllm_kernels.cpu.compile import OWN
-from minivllm_kernels.cpu.simd import claim, floats_at, ints_at, load, move, store, transpose
+from minivllm_kernels.cpu.simd import claim, floats_at, ints_at, load, move, splat, store, transpose
 
 """Writing to and copying blocks of the CPU kernels' KV cache.
 
-A layer's cache is `[1, num_blocks, kv_heads, 2, head_dim * block_size]`, bf16 (as uint16) or float32. Inside a block
+A layer's cache is `[1, num_blocks, kv_heads, 2, head_dim * block_size]`: bf16 (as uint16), float32, or fp8 (e4m3, as uint8). Inside a block
 and head, keys are `[head_dim, block_size]`, values `[block_size, head_dim]`.
 """
 
@@ -25,9 +25,10 @@ def split_cache(cache: np.ndarray, head_dim: int) -> tuple[np.ndarray, np.ndarra
     return keys.reshape(blocks, heads, head_dim, -1), values.reshape(blocks, heads, -1, head_dim)
 
 
-(KEYS, VALUES, STRIDE_K, STRIDE_V, SLOTS, WRITE_CACHE, WRITE_HEADS) = range(OWN, OWN + 7)
+(KEYS, VALUES, STRIDE_K, STRIDE_V, SLOTS, WRITE_CACHE, WRITE_HEADS, WRITE_SCALES) = range(OWN, OWN + 8)
 """Arguments of `write`: addresses of k and v, numbers from one token to the next in each, address of the slots (int64),
-address of the cache, key-value heads. The work items are tokens."""
+address of the cache, key-value heads, address of what numbers for an fp8 cache are multiplied by (float32 [2], for keys and for
+values). The work items are tokens."""
 jit = njit(error_model="numpy")
 
 
@@ -39,15 +40,31 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
     part, RUN = head_dim * block_size, lanes if bits == kv_bits else 1
 
     @jit
-    def write_key(cache, to, k, source, _stride):
+    def move_key(cache, to, k, source, _stride, _factor):
         for d in range(head_dim):
             move(cache, to + d * block_size, k, source + d)
 
     @jit
-    def write_square(cache, to, k, source, stride):
+    def round_key(cache, to, k, source, _stride, factor):
+        for d in range(head_dim):
+            store(cache, to + d * block_size, load(k, source + d, 1) * splat(factor, 1))
+
+    @jit
+    def move_value(cache, to, v, source, _factor):
+        for d in range(0, head_dim, lanes):
+            store(cache, to + d, load(v, source + d, lanes))
+
+    @jit
+    def round_value(cache, to, v, source, factor):
+        for d in range(0, head_dim, lanes):
+            store(cache, to + d, load(v, source + d, lanes) * splat(factor, lanes))
+
+    @jit
+    def write_square(cache, to, k, source, stride, _factor):
         for d in range(0, head_dim, lanes):
             transpose(cache, to + d * block_size, block_size, k, source + d, stride, lanes)
 
+    write_key, write_value = (round_key, round_value) if kv_bits == 8 else (move_key, move_value)
     write_keys = write_square if bits == kv_bits else write_key
 
     @jit
@@ -64,7 +81,7 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
     def body(args):
         k, v, slots = floats_at(args[KEYS], bits), floats_at(args[VALUES], bits), ints_at(args[SLOTS], 64)
         cache, heads = floats_at(args[WRITE_CACHE], kv_bits), args[WRITE_HEADS]
-        stride_k, stride_v = args[STRIDE_K], args[STRIDE_V]
+        stride_k, stride_v, factors = args[STRIDE_K], args[STRIDE_V], floats_at(args[WRITE_SCALES], 32)
         at_once = 8 if args[1] <= 64 else 64
         while True:
             token = claim(args, 0, at_once)
@@ -77,13 +94,12 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
                 for h in range(heads if slots[token] >= 0 else 0):
                     to, source = (block * heads + h) * 2 * part, token * stride_k + h * head_dim
                     if run > 1:
-                        write_keys(cache, to + place, k, source, stride_k)
+                        write_keys(cache, to + place, k, source, stride_k, factors[0])
                     else:
-                        write_key(cache, to + place, k, source, stride_k)
+                        write_key(cache, to + place, k, source, stride_k, factors[0])
                     for i in range(run):
                         to_value, source = to + part + (place + i) * head_dim, (token + i) * stride_v + h * head_dim
-                        for d in range(0, head_dim, lanes):
-                            store(cache, to_value + d, load(v, source + d, lanes))
+                        write_value(cache, to_value, v, source, factors[1])
                 token += run
 
     return body

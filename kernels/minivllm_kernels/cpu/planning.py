@@ -15,9 +15,9 @@ from minivllm_kernels.cpu.program import LAUNCHER, aligned
 
 __all__ = [
     "BEGIN", "BLOCK_STRIDE", "CACHE", "CHUNK", "CLAIMS", "CONFIGS", "COUNTER", "COUNTERS", "END", "FACTORS",
-    "FIELDS", "FIRST", "HEADS", "ITEMS", "LAST", "OUT", "PARTS", "POSITION", "Q_STRIDE", "ROW", "SCRATCH",
-    "SLOT", "STEP_ARGS", "TABLE", "TABLE_STRIDE", "TOKEN", "TOKENS", "WINDOW", "WORKSPACE", "AttentionStep",
-    "CPUAttentionShape", "Q", "attention_kernel", "plan_items",
+    "FIELDS", "FIRST", "HEADS", "ITEMS", "KV_FACTORS", "LAST", "OUT", "PARTS", "POSITION", "Q_STRIDE", "ROW",
+    "SCRATCH", "SLOT", "STEP_ARGS", "TABLE", "TABLE_STRIDE", "TOKEN", "TOKENS", "WINDOW", "WORKSPACE",
+    "AttentionStep", "CPUAttentionShape", "Q", "attention_kernel", "plan_items",
 ]  # fmt: skip
 
 """Shapes and work lists of the CPU attention kernels. Pure numpy: nothing here compiles anything."""
@@ -32,7 +32,7 @@ class CPUAttentionShape:
         group: query heads per key-value head.
         block_size: tokens of a KV block; a multiple of 4.
         q_bits: of queries and results: 32 (float32) or 16 (bf16).
-        kv_bits: of the cache, likewise.
+        kv_bits: of the cache, likewise; 8 for fp8.
         max_lanes, registers: of the machine, see `simd`.
         tiles: use AMX, see `tiles_problem`.
     """
@@ -199,7 +199,7 @@ def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarra
 
 
 Q, OUT, CACHE, Q_STRIDE, BLOCK_STRIDE, TABLE, TABLE_STRIDE, ITEMS, CLAIMS, HEADS = range(OWN, OWN + 10)
-WINDOW, CHUNK, FACTORS, SCRATCH, WORKSPACE, COUNTERS, CONFIGS = range(OWN + 10, OWN + 17)
+WINDOW, CHUNK, FACTORS, SCRATCH, WORKSPACE, COUNTERS, CONFIGS, KV_FACTORS = range(OWN + 10, OWN + 18)
 STEP_ARGS = (COUNT, *range(BLOCK_STRIDE, CONFIGS + 1))
 """The arguments that are the same in all layers of a step."""
 
@@ -251,17 +251,19 @@ class AttentionStep:
         table, items, claims, factors, counters = (array.ctypes.data for array in arrays)
         heads = block_stride, table, self.block_table.shape[1], items, claims, num_kv_heads
         memory = factors, scratch, workspace, counters, tile_configs().ctypes.data
-        self.args = pack(len(self.claims) - 1, 0, 0, 0, 0, *heads, window, chunk, *memory)
+        self.args = pack(len(self.claims) - 1, 0, 0, 0, 0, *heads, window, chunk, *memory, 0)
 
-    def run(self, q: int, out: int, cache: int, q_stride: int = 0) -> None:
+    def run(self, q: int, out: int, cache: int, q_stride: int = 0, kv_factors: int = 0) -> None:
         """Compute a layer.
 
         Args:
             q, out, cache: addresses of contiguous memory, q and out [T, heads, head_dim].
             q_stride: numbers from one row of q to the next, if more lies between them.
+            kv_factors: of an fp8 cache, address of float32 [2]: what keys and values read from it are multiplied by.
         """
         args = self.args
         args[Q], args[OUT], args[CACHE], args[Q_STRIDE] = q, out, cache, q_stride or self._width
+        args[KV_FACTORS] = kv_factors
         LAUNCHER.run(self.kernel, args, self.threads)
 
 

@@ -66,6 +66,33 @@ def add_norm(bits: int, lanes: int, eps_bits: int) -> Callable[[Any], None]:
     return body
 
 
+(APART_X, APART_Y, APART_OUT, APART_SIZE, APART_STRIDE) = range(OWN + 1, OWN + 6)
+"""Arguments of `add_apart`: addresses of x, of y or 0, and of the result; numbers in a row, and from one row of the result to the
+next. The work items are rows."""
+
+
+def add_apart(bits: int, lanes: int) -> Callable[[Any], None]:
+    """Body of the kernel that writes x + y, or x alone, to rows that may lie apart."""
+    L = lanes
+
+    def body(args):
+        x, y, out = floats_at(args[APART_X], bits), floats_at(args[APART_Y], bits), floats_at(args[APART_OUT], bits)
+        size = args[APART_SIZE]
+        while True:
+            begin = claim(args, NEXT, args[AT_ONCE])
+            if begin >= args[COUNT]:
+                break
+            for row in range(begin, min(begin + args[AT_ONCE], args[COUNT])):
+                at, to = row * size, row * args[APART_STRIDE]
+                for i in range(0, size, L):
+                    value = load(x, at + i, L)
+                    if args[APART_Y] != 0:
+                        value = value + load(y, at + i, L)
+                    store(out, to + i, value)
+
+    return body
+
+
 (GATED_X, GATED_OUT, GATED_SIZE) = range(OWN + 1, OWN + 4)
 """Arguments of `gated_silu`: addresses of the rows of gate and up, side by side, and of the result; numbers in a row of the
 result. The work items are rows."""
@@ -91,19 +118,63 @@ def gated_silu(bits: int, lanes: int) -> Callable[[Any], None]:
     return body
 
 
-(WEIGH_X, WEIGH_PLACES, WEIGH_WEIGHTS, WEIGH_OUT, WEIGH_SIZE, WEIGH_TOP) = range(OWN + 1, OWN + 7)
-"""Arguments of `weigh`: addresses of rows, of the place (int64) and the weight (float32) of each token's choices, and of the result;
-numbers in a row; choices of a token. The work items are tokens."""
+(SORT_IDS, SORT_PLACES, SORT_CHOICES, SORT_COUNTS, SORT_EXPERTS, SORT_NEXT) = range(OWN, OWN + 6)
+"""Arguments of `sort_choices`: addresses (int64, all of them) of the expert of each choice, and of the place that it gets; number of
+choices; address of how often each expert was chosen; number of experts; address of as much memory again. There is one work item."""
 
 
-def weigh(bits: int, lanes: int) -> Callable[[Any], None]:
+def sort_choices() -> Callable[[Any], None]:
+    """Body of the kernel that sorts choices of experts, of equals the first first."""
+
+    def body(args):
+        ids, places = ints_at(args[SORT_IDS], 64), ints_at(args[SORT_PLACES], 64)
+        counts, following = ints_at(args[SORT_COUNTS], 64), ints_at(args[SORT_NEXT], 64)
+        for e in range(args[SORT_EXPERTS]):
+            counts[e] = 0
+        for i in range(args[SORT_CHOICES]):
+            counts[ids[i]] += 1
+        before = 0
+        for e in range(args[SORT_EXPERTS]):
+            following[e] = before
+            before += counts[e]
+        for i in range(args[SORT_CHOICES]):
+            places[i] = following[ids[i]]
+            following[ids[i]] += 1
+
+    return body
+
+
+(MOE_X, MOE_PLACES, MOE_OUT, MOE_SIZE, MOE_TOP, MOE_WEIGHTS) = range(OWN + 1, OWN + 7)
+"""Arguments of `copy_rows` and `add_rows`: addresses of the rows, of the place (int64) of each token's choices, and of the result;
+numbers in a row; choices of a token; address of their weights (float32). The work items are tokens."""
+
+
+def copy_rows(bits: int, lanes: int) -> Callable[[Any], None]:
+    """Body of the kernel that copies each token to the places of its choices."""
+    L = lanes
+
+    def body(args):
+        x, out, size = floats_at(args[MOE_X], bits), floats_at(args[MOE_OUT], bits), args[MOE_SIZE]
+        places, top = ints_at(args[MOE_PLACES], 64), args[MOE_TOP]
+        while True:
+            begin = claim(args, NEXT, args[AT_ONCE])
+            if begin >= args[COUNT]:
+                break
+            for row in range(begin, min(begin + args[AT_ONCE], args[COUNT])):
+                for j in range(row * top, row * top + top):
+                    for i in range(0, size, L):
+                        store(out, places[j] * size + i, load(x, row * size + i, L))
+
+    return body
+
+
+def add_rows(bits: int, lanes: int) -> Callable[[Any], None]:
     """Body of the kernel for the sum of a token's chosen rows, each times its weight."""
     L = lanes
 
     def body(args):
-        x, out, size = floats_at(args[WEIGH_X], bits), floats_at(args[WEIGH_OUT], bits), args[WEIGH_SIZE]
-        top = args[WEIGH_TOP]
-        places, weights = ints_at(args[WEIGH_PLACES], 64), floats_at(args[WEIGH_WEIGHTS], 32)
+        x, out, size = floats_at(args[MOE_X], bits), floats_at(args[MOE_OUT], bits), args[MOE_SIZE]
+        places, weights, top = ints_at(args[MOE_PLACES], 64), floats_at(args[MOE_WEIGHTS], 32), args[MOE_TOP]
         while True:
             begin = claim(args, NEXT, args[AT_ONCE])
             if begin >= args[COUNT]:

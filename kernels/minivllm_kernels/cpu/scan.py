@@ -19,6 +19,7 @@ from minivllm_kernels.cpu.simd import (
     ints_at,
     load,
     maximum,
+    prefetch_rows,
     root,
     splat,
     store,
@@ -104,7 +105,7 @@ result [T, heads, P]; groups."""
 def ssd(head_dim: int, state_size: int, bits: int, lanes: int) -> Callable[[Any], None]:
     """Body of the kernel of SSD. The parts are heads, whose states are [P, N]. Rows of a state are worked on a few at a time, which
     share what is loaded of B and C."""
-    P, N, L, X, ROWS = head_dim, state_size, lanes, math.gcd(lanes, head_dim), math.gcd(8, head_dim)
+    P, N, L, X, ROWS = head_dim, state_size, lanes, math.gcd(lanes, head_dim), math.gcd(4, head_dim)
     soft = softplus(1)
 
     @compiled()
@@ -123,6 +124,7 @@ def ssd(head_dim: int, state_size: int, bits: int, lanes: int) -> Callable[[Any]
         for p in range(0, P, ROWS):
             y, at = tile_zeros(ROWS, L), (h * P + p) * N
             for i in range(0, N, L):
+                prefetch_rows(states, source + at + i + ROWS * N, N, ROWS)  # 2 KiB: half as far or twice is slower
                 new = tile_fma(tile_zeros(ROWS, L), out, y_at + p, 1, (load(x, b + i, L),))
                 if not fresh:
                     new = tile_outer(new, tile_load(states, source + at + i, N, ROWS, 1, L), (decay,))

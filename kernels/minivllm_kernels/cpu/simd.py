@@ -109,6 +109,37 @@ class _BFloat16(ir.types.Type):
         return hash(_BFloat16)
 
 
+def from_fp8(b: Any, bits8: Any, lanes: int) -> Any:
+    """Numbers of e4m3, divided by 256, as float32: moved to the places that a float16 has for sign, exponent and mantissa."""
+    bits = b.and_(b.shl(b.sext(bits8, vec(lanes, I16)), const(7, lanes, I16)), const(0xBFFF, lanes, I16))
+    nan = b.icmp_unsigned("==", b.and_(bits, const(0x7FFF, lanes, I16)), const(0x3F80, lanes, I16))
+    bits = b.select(nan, const(0x7E00, lanes, I16), bits)
+    return b.fpext(b.bitcast(bits, vec(lanes, ir.HalfType())), vec(lanes))
+
+
+def to_fp8(b: Any, x: Any, lanes: int) -> Any:
+    """float32 to e4m3, to nearest even; what is beyond +-448 becomes +-448, NaN stays NaN."""
+    bits = b.bitcast(x, vec(lanes, I32))
+    size, most, least = (
+        b.and_(bits, const(0x7FFFFFFF, lanes, I32)),
+        const(0x43E00000, lanes, I32),
+        const(0x3C800000, lanes, I32),
+    )
+    nan = b.icmp_unsigned(">", size, const(0x7F800000, lanes, I32))
+    size = b.select(b.icmp_unsigned("<", size, most), size, most)
+    odd = b.and_(b.lshr(size, const(20, lanes, I32)), const(1, lanes, I32))
+    normal = b.lshr(b.add(b.add(size, odd), const(0x7FFFF, lanes, I32)), const(20, lanes, I32))
+    normal = b.sub(normal, const(120 << 3, lanes, I32))
+    shifted = b.fadd(
+        b.bitcast(size, vec(lanes)), const(1.5 * 2**14, lanes)
+    )  # steps of 2 ** -9 stand in the lowest bits
+    small = b.and_(b.bitcast(shifted, vec(lanes, I32)), const(15, lanes, I32))
+    code = b.select(b.icmp_unsigned("<", size, least), small, normal)
+    code = b.select(nan, const(0x7F, lanes, I32), code)
+    sign = b.and_(b.lshr(bits, const(24, lanes, I32)), const(0x80, lanes, I32))
+    return b.trunc(b.or_(code, sign), vec(lanes, I8))
+
+
 class Array:
     """An array or a pointer, as a primitive sees it."""
 
@@ -129,21 +160,25 @@ class Array:
         self.b.store(x, self.address(index, x.type), align=align)
 
     def load(self, index: Any, lanes: int) -> Any:
-        """A vector from element `index` on, as float32."""
+        """A vector from element `index` on, as float32; fp8 divided by 256."""
         if self.dtype == types.float32:
             return self.read(index, vec(lanes), 4)
         if self.dtype == types.uint16:
             return widen(self.b, self.read(index, vec(lanes, I16), 2), lanes)
-        raise TypingError(f"cannot load a vector of {self.dtype}: float32 or uint16 (bf16)")
+        if self.dtype == types.uint8:
+            return from_fp8(self.b, self.read(index, vec(lanes, I8), 1), lanes)
+        raise TypingError(f"cannot load a vector of {self.dtype}: float32, uint16 (bf16) or uint8 (fp8)")
 
     def store(self, index: Any, x: Any) -> None:
-        """Write a vector from element `index` on: as float32, or rounded to bf16."""
+        """Write a vector from element `index` on: as float32, or rounded to bf16 or fp8."""
         if self.dtype == types.float32:
             self.write(index, x, 4)
         elif self.dtype == types.uint16:
             self.write(index, narrow(self.b, x, x.type.count), 2)
+        elif self.dtype == types.uint8:
+            self.write(index, to_fp8(self.b, x, x.type.count), 1)
         else:
-            raise TypingError(f"cannot store a vector to {self.dtype}: float32 or uint16 (bf16)")
+            raise TypingError(f"cannot store a vector to {self.dtype}: float32, uint16 (bf16) or uint8 (fp8)")
 
 
 Const = Annotated[int, "constant"]
@@ -366,14 +401,14 @@ def exp(b, x: Vec):
     return exponential(b, x)
 
 
-_FLOATS = {16: types.CPointer(types.uint16), 32: types.CPointer(types.float32)}
+_FLOATS = {8: types.CPointer(types.uint8), 16: types.CPointer(types.uint16), 32: types.CPointer(types.float32)}
 _INTS = {32: types.CPointer(types.int32), 64: types.CPointer(types.int64)}
 
 
 @primitive(lambda where, bits: _FLOATS[bits])
 def floats_at(b, where: Int, bits: Const):
-    """An address (int64) as a pointer to bf16 (`bits` 16) or float32 (32) elements."""
-    return b.inttoptr(where, {16: I16, 32: F32}[bits].as_pointer())
+    """An address (int64) as a pointer to fp8 (`bits` 8), bf16 (16) or float32 (32) elements."""
+    return b.inttoptr(where, {8: I8, 16: I16, 32: F32}[bits].as_pointer())
 
 
 @primitive(lambda where, bits: _INTS[bits])
@@ -410,8 +445,9 @@ def call(b, function: Int, argument: Int, second: Int):
     b.call(b.inttoptr(function, entry.as_pointer()), [argument, second])
 
 
-def ask_for(b: Any, pointer: Any) -> None:
-    to_read, keep_near, data = (ir.Constant(I32, x) for x in (0, 3, 1))
+def ask_for(b: Any, pointer: Any, near: int = 3) -> None:
+    """Prefetch a cache line. near: 3 for the first cache, 2 for the second."""
+    to_read, keep_near, data = (ir.Constant(I32, x) for x in (0, near, 1))
     call_llvm(b, "prefetch.p0", ir.VoidType(), pointer, to_read, keep_near, data)
 
 

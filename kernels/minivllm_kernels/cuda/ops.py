@@ -3,6 +3,7 @@
 # Generated from nbs/numba_kernels/cuda/ops.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,14 @@ import torch
 from torch import Tensor
 
 from minivllm_kernels.cuda import cache, decode, lora, pointwise, prefill, prefill_hopper, quantized, scan
+from minivllm_kernels.cuda.all_reduce import (
+    MOST_RANKS,
+    PeerMemory,
+    buffer_bytes,
+    one_shot,
+    region_pieces,
+    split_pieces,
+)
 from minivllm_kernels.cuda.gemv import choose_gemv
 from minivllm_kernels.cuda.launch import compiler_missing, launcher
 from minivllm_kernels.cuda.planning import (
@@ -203,6 +212,24 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     grid = (max(1, min(32, words // 4096)), pairs.shape[0])
     pointers = (source.data_ptr(), target.data_ptr(), pairs.contiguous().data_ptr())
     run(cache.copy_blocks(), device, grid, *pointers, source.stride(0) * size // 4, target.stride(0) * size // 4, words)
+
+
+def copy_peer_blocks(address: int, count: int, target: Tensor, pairs: Tensor) -> None:
+    """Copy blocks pairs int64 [n, 2] to a cache, from a cache of `count` blocks like it at an address, perhaps of another GPU's memory."""
+    check_cache(target)
+    check("pairs", pairs, (None, 2), torch.int64, target.device)
+    words = target.stride(1) * target.element_size() // 4
+    grid, halves = (max(1, min(32, words // 4096)), pairs.shape[0]), (words * count, words * target.shape[1])
+    run(
+        cache.copy_blocks(),
+        target.device,
+        grid,
+        address,
+        target.data_ptr(),
+        pairs.contiguous().data_ptr(),
+        *halves,
+        words,
+    )
 
 
 @dataclass
@@ -665,3 +692,58 @@ def delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, cache: C
     """The gated delta rule; q and k [T, heads, K], v [T, heads, V], logarithms of decays and shares [T, heads]."""
     kernel = scan.delta(q.shape[2], v.shape[2])
     return _recur(kernel, v.shape[1], (q, k, v, decay, beta), (v.shape[1],), cache, whose, v.shape)
+
+
+SUMMED = HALF | {torch.float32: "float32"}
+
+
+def most_summed_bytes(ranks: int) -> int:
+    """The longest message that one shot adds up faster than NCCL: measured for two ranks, by bytes on a link for more."""
+    return (8 << 20) // (ranks - 1)
+
+
+def peers_unsupported(count: int) -> str | None:
+    """Why the first `count` GPUs cannot add up in each other's memory, in words; None if they can."""
+    if count > MOST_RANKS:
+        return f"the kernel is for up to {MOST_RANKS} GPUs, not for {count}"
+    for one, other in itertools.permutations(range(count), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            return f"GPU {one} cannot read the memory of GPU {other}"
+    return device_unsupported(torch.device("cuda", 0))
+
+
+class PeerAllReduce:
+    """Adds up tensors of the ranks' GPUs by one kernel; see `all_reduce`. Every rank makes one, and calls it with the same shapes.
+
+    Args:
+        rank, ranks: this one's number, and how many there are. The current device is this rank's.
+        exchange: see `PeerMemory`.
+        most_bytes: of a tensor.
+    """
+
+    def __init__(
+        self, rank: int, ranks: int, exchange: Callable[[bytes], list[bytes]], most_bytes: int | None = None
+    ) -> None:
+        self.rank, self.ranks, self.device = rank, ranks, torch.device("cuda", torch.cuda.current_device())
+        self.most_bytes = most_summed_bytes(ranks) if most_bytes is None else most_bytes
+        self.room = region_pieces(self.most_bytes)
+        torch.zeros(1, device=self.device)  # makes the CUDA context
+        self.memory = PeerMemory(rank, buffer_bytes(self.room), exchange)
+        self.addresses = torch.tensor(self.memory.addresses, dtype=torch.int64, device=self.device)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether it can add up tensors like this one."""
+        pieces = x.nbytes % 16 == 0 and 0 < x.nbytes <= self.most_bytes
+        return pieces and x.dtype in SUMMED and x.is_contiguous() and x.data_ptr() % 16 == 0
+
+    def __call__(self, x: Tensor) -> None:
+        """x becomes the sum of the ranks' tensors, on the current stream. The same bits on every rank."""
+        if not self.takes(x) or x.device != self.device:
+            raise ValueError(
+                f"x must be contiguous {', '.join(map(str, SUMMED))} on {self.device}, at most {self.most_bytes} bytes in"
+                f" whole pieces of 16, not {x.dtype} {list(x.shape)} on {x.device} with strides {x.stride()}"
+            )
+        pieces = x.nbytes // 16
+        blocks, each = split_pieces(pieces)
+        pointers = x.data_ptr(), self.addresses.data_ptr()
+        run(one_shot(SUMMED[x.dtype], self.ranks), x.device, (blocks, 1), *pointers, self.rank, pieces, each, self.room)

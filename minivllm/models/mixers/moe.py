@@ -191,14 +191,13 @@ class MoE(Mixer):
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""
         weights, ids = self.route(x)
-        order = ids.flatten().argsort(stable=True)
-        counts = (ids.flatten() == torch.arange(self.spec.num_experts, device=x.device)[:, None]).sum(1)
+        rows, places, counts = self.ops.moe_permute(x, ids, self.spec.num_experts)
         if self.loads is not None:
             self.loads.append(counts)
-        rows = x.index_select(0, order // ids.shape[1])
         if self.spec.router.on_input:
-            rows, weights = rows * weights.flatten()[order, None].to(x.dtype), torch.ones_like(weights)
-        total = self.ops.weigh(self._by_expert(rows, counts), order, weights)
+            factors = torch.empty_like(weights).flatten().index_copy_(0, places.flatten(), weights.flatten())
+            rows, weights = rows * factors[:, None].to(x.dtype), torch.ones_like(weights)
+        total = self.ops.moe_unpermute(self._by_expert(rows, counts), places, weights)
         total = total if self.shared is None else total + self._shared(x)
         return total if self.ranks is None else self.ranks.all_reduce(total)
 

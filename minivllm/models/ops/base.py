@@ -69,6 +69,10 @@ class LayerOps(Module):
         """Add x [T, size] to the residual stream, in place, and norm the sum: (normed, stream). No residual: x begins it."""
 
     @abstractmethod
+    def add_into(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        """Write x + residual, or x alone, all [T, size], to `out`, whose rows may lie apart."""
+
+    @abstractmethod
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -103,12 +107,24 @@ class LayerOps(Module):
         """`activation(x)`, [T, n]."""
 
     @abstractmethod
-    def weigh(self, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    def moe_permute(self, x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of tokens, one for each expert that they visit, sorted by expert, and of one expert by token.
+
+        Args:
+            x: [T, size].
+            ids: int64 [T, top_k], experts of each token.
+
+        Returns:
+            The rows, [T * top_k, size]; the place of each choice among them, int64 [T, top_k]; and the number of rows of each
+            expert, int64 [num_experts].
+        """
+
+    @abstractmethod
+    def moe_unpermute(self, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         """What each token gets from its experts: the sum of their outputs times their weights, in the order of its choice.
 
         Args:
-            rows: [T * top_k, size]; row `i` is of token `order[i] // top_k` and its choice `order[i] % top_k`.
-            order: int64 [T * top_k].
+            rows: [T * top_k, size], and places: int64 [T, top_k]: see `moe_permute`.
             weights: float32 [T, top_k].
 
         Returns:

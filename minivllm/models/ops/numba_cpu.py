@@ -76,6 +76,14 @@ class NumbaCPUOps(TorchOps):
         launch(rows * size, rows, *where, size, int(residual is not None))
         return out, stream
 
+    def add_into(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        """See `LayerOps`."""
+        if x.dtype not in BITS:
+            return TorchOps.add_into(self, x, residual, out)
+        x, (rows, size) = x.contiguous(), x.shape
+        where = (x.data_ptr(), 0 if residual is None else residual.data_ptr(), out.data_ptr())
+        _launcher("add_apart", size, BITS[x.dtype])(rows * size, rows, *where, size, out.stride(0))
+
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -116,16 +124,28 @@ class NumbaCPUOps(TorchOps):
         _launcher("gated_silu", size, BITS[x.dtype])(10 * rows * size, rows, both.data_ptr(), out.data_ptr(), size)
         return out
 
-    def weigh(self, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    def moe_permute(self, x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See `LayerOps`."""
+        if x.dtype not in BITS:
+            return TorchOps.moe_permute(self, x, ids, num_experts)
+        (tokens, top_k), size, x, ids = ids.shape, x.shape[1], x.contiguous(), ids.contiguous()
+        counts, places, out = ids.new_empty(2, num_experts), torch.empty_like(ids), x.new_empty(ids.numel(), size)
+        sizes = (ids.numel(), counts.data_ptr(), num_experts, counts[1].data_ptr())
+        sort = kernel("minivllm_kernels.cpu.pointwise:sort_choices")
+        LAUNCHER.run(sort, pack(1, ids.data_ptr(), places.data_ptr(), *sizes), 1)
+        where = (x.data_ptr(), places.data_ptr(), out.data_ptr())
+        _launcher("copy_rows", size, BITS[x.dtype])(out.numel(), tokens, *where, size, top_k)
+        return out, places, counts[0]
+
+    def moe_unpermute(self, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         """See `LayerOps`."""
         if rows.dtype not in BITS:
-            return TorchOps.weigh(self, rows, order, weights)
+            return TorchOps.moe_unpermute(self, rows, places, weights)
         (tokens, top_k), size = weights.shape, rows.shape[1]
-        rows, weights, places = rows.contiguous(), weights.contiguous(), torch.empty_like(order)
-        places[order] = torch.arange(len(order))
+        rows, places, weights = rows.contiguous(), places.contiguous(), weights.contiguous()
         out = rows.new_empty(tokens, size)
-        where = (rows.data_ptr(), places.data_ptr(), weights.data_ptr(), out.data_ptr())
-        _launcher("weigh", size, BITS[rows.dtype])(rows.numel(), tokens, *where, size, top_k)
+        where = (rows.data_ptr(), places.data_ptr(), out.data_ptr())
+        _launcher("add_rows", size, BITS[rows.dtype])(rows.numel(), tokens, *where, size, top_k, weights.data_ptr())
         return out
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,13 @@ class TorchOps(LayerOps):
         residual = x if residual is None else residual.add_(x)
         return self.rms_norm(residual, weight, eps), residual
 
+    def add_into(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
+        """See `LayerOps`."""
+        if residual is None:
+            out.copy_(x)
+        else:
+            torch.add(x, residual, out=out)
+
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -81,11 +88,17 @@ class TorchOps(LayerOps):
             return torch.stack([function(row) for row in x])
         return function(x)
 
-    def weigh(self, rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    def moe_permute(self, x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """See `LayerOps`."""
-        chosen = torch.empty_like(rows)
-        chosen[order] = rows
-        first, *others = chosen.view(*weights.shape, -1).unbind(1)
+        order = ids.flatten().argsort(stable=True)
+        counts = (ids.flatten() == torch.arange(num_experts, device=x.device)[:, None]).sum(1)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=x.device)
+        return x.index_select(0, order // ids.shape[1]), places.view_as(ids), counts
+
+    def moe_unpermute(self, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        """See `LayerOps`."""
+        first, *others = rows[places].unbind(1)
         total = first * weights[:, :1]
         for part, weight in zip(others, weights.unbind(1)[1:], strict=True):
             total += part * weight[:, None]

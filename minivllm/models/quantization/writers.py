@@ -4,7 +4,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,16 @@ def linear_names(spec: DecoderSpec) -> dict[str, int]:
     return names
 
 
+def group_scales(weight: Tensor, group: int, bits: int) -> Tensor:
+    """[outputs, groups]: what brings the largest magnitude of each group to the largest number, in the dtype of the weight."""
+    return (weight.float().unflatten(1, (-1, group)).abs().amax(-1) / ((1 << bits - 1) - 1)).to(weight.dtype)
+
+
+def symmetric(q: Tensor, scale: Tensor, bits: int) -> GroupedWeight:
+    """Whole numbers [outputs, inputs], -8 to 7 or -128 to 127, with a scale for each group."""
+    return GroupedWeight(pack_nibbles((q + 8).to(torch.uint8)) if bits == 4 else q.to(torch.int8), scale)
+
+
 def round_groups(weight: Tensor, group: int, bits: int = 4) -> GroupedWeight:
     """The nearest numbers of 4 or 8 bits, symmetric around zero.
 
@@ -36,20 +46,18 @@ def round_groups(weight: Tensor, group: int, bits: int = 4) -> GroupedWeight:
         weight: [outputs, inputs]; scales get its dtype.
         group: inputs that share a scale; divides their number.
     """
-    each, top = weight.float().unflatten(1, (-1, group)), (1 << bits - 1) - 1
-    scale = (each.abs().amax(-1) / top).to(weight.dtype)
-    safe = scale.float().masked_fill(scale == 0, 1).unsqueeze(-1)
-    q = (each / safe).round().clamp(-top - 1, top).flatten(1)
-    return GroupedWeight(pack_nibbles((q + 8).to(torch.uint8)) if bits == 4 else q.to(torch.int8), scale)
+    scale, end = group_scales(weight, group, bits), 1 << bits - 1
+    step = scale.float().masked_fill(scale == 0, 1).repeat_interleave(group, 1)
+    return symmetric((weight.float() / step).round().clamp(-end, end - 1), scale, bits)
 
 
-def _int4(weight: Tensor, group: int) -> dict[str, Tensor]:
-    rounded = round_groups(weight, group)
+def _int4(weight: Tensor | GroupedWeight, group: int) -> dict[str, Tensor]:
+    rounded = round_groups(weight, group) if isinstance(weight, Tensor) else weight
     words = rounded.q.view(torch.int32)  # eight numbers, the first one in the lowest bits
     return {"weight_packed": words, "weight_scale": rounded.scale, "weight_shape": torch.tensor(weight.shape)}
 
 
-def _bytes(dtype: torch.dtype) -> Callable[[Tensor, int], dict[str, Tensor]]:
+def _bytes(dtype: torch.dtype) -> Callable[[Any, int], dict[str, Tensor]]:
     def write(weight: Tensor, group: int) -> dict[str, Tensor]:
         rounded = quantize_channels(weight, dtype)
         return {"weight": rounded.q, "weight_scale": rounded.scale}
@@ -58,7 +66,7 @@ def _bytes(dtype: torch.dtype) -> Callable[[Tensor, int], dict[str, Tensor]]:
 
 
 _TOKEN = {"num_bits": 8, "symmetric": True, "strategy": "token", "dynamic": True}
-COMPRESSED: dict[str, tuple[str, dict[str, Any], Callable[[Tensor, int], dict[str, Tensor]]]] = {
+COMPRESSED: dict[str, tuple[str, dict[str, Any], Callable[[Any, int], dict[str, Tensor]]]] = {
     "int4": ("pack-quantized", {"weights": {"num_bits": 4, "type": "int", "strategy": "group"}}, _int4),
     "int8": (
         "int-quantized",
@@ -74,12 +82,19 @@ COMPRESSED: dict[str, tuple[str, dict[str, Any], Callable[[Tensor, int], dict[st
 """For each of our formats: compressed-tensors' name, the settings of the scheme, and what writes a weight."""
 
 
-def write_compressed(model: LoadedModel, folder: Path, format: str, group: int | None = None) -> None:
+Calibration = Callable[[int], Mapping[str, GroupedWeight]]
+"""From a group size to weights of 4 bits by their names, for instance by GPTQ."""
+
+
+def write_compressed(
+    model: LoadedModel, folder: Path, format: str, group: int | None = None, calibration: Calibration | None = None
+) -> None:
     """Write a folder in compressed-tensors' format.
 
     Args:
         format: a name in `COMPRESSED`.
         group: inputs that share a scale, for int4; None for the largest of 128, 64 and 32 that divides all inputs.
+        calibration: what rounds the weights, for int4; None for the nearest numbers.
 
     Raises:
         CheckpointError: the model cannot be written so; says why.
@@ -91,11 +106,12 @@ def write_compressed(model: LoadedModel, folder: Path, format: str, group: int |
     if format == "int4" and not fits:
         raise CheckpointError(f"{model.name}: no group size of {sizes} divides {sorted(set(names.values()))} inputs")
     size = fits[0] if format == "int4" else None
+    rounded = calibration(fits[0]) if calibration is not None and format == "int4" else {}
     state: dict[str, Tensor] = {}
     for name, tensor in model.weights("float32"):
         if name in names:
             stem = name.removesuffix("weight")
-            state |= {stem + end: t.contiguous() for end, t in write(tensor, size or 0).items()}
+            state |= {stem + end: t.contiguous() for end, t in write(rounded.get(name, tensor), size or 0).items()}
         else:
             state[name] = tensor.clone()
     _copy_files(model.path, folder)

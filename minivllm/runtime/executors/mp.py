@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -119,40 +120,44 @@ def step_timeout() -> float:
     raise ValueError(f"{name} must be a number of seconds above 0, got {given!r}")
 
 
-class Workers:
-    """Processes that answer calls.
+class Calls(ABC):
+    """Calls to ranks that are under way. A subclass says how a message goes out (`_send`) and how ranks are ended (`_kill`, `close`).
 
     Args:
-        launches: what each is told first. Their folder is removed when all has ended.
+        size: number of ranks. All of them answer a first call, number 0, when they are ready.
 
-    Raises:
-        Exception: what a worker raises while it starts.
+    Attributes:
+        failure: why they have ended, if they did by themselves.
     """
 
-    def __init__(self, launches: Sequence[Launch]) -> None:
-        self.size = len(launches)
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.failure: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
-        self._calls: dict[int, Call] = {0: Call(range(self.size), True)}
+        self._calls: dict[int, Call] = {0: Call(range(size), True)}
         self._number, self._lock, self._closing = 1, threading.Lock(), False
-        self._folder, self._stacks = launches[0].folder, unnamed_file(0)
-        file = unnamed_file(Ring.size(self.size))
-        started = [start_worker(rank, self.size, file, self._stacks) for rank in range(self.size)]
-        self.processes = [process for process, _ in started]
-        self._frames = [Frames(sock) for _, sock in started]
-        self._broadcast = Broadcast(self._frames, file)
-        os.close(file)
-        self._thread = threading.Thread(target=self._listen, name="minivllm-workers", daemon=True)
-        self._thread.start()
-        try:
-            ready = self._calls[0].future
-            for frames, launch in zip(self._frames, launches, strict=True):
-                with contextlib.suppress(OSError):  # it has ended, which the thread will say
-                    frames.send(launch)
-            ready.result()
-        except BaseException:
-            self.close(0.0)
-            raise
+
+    @abstractmethod
+    def _send(
+        self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: tuple[int, ...]
+    ) -> None:
+        """Send a call to all ranks, in order. Raises OSError if one is gone, or what pickle raises (nothing is sent then)."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End all ranks at once."""
+
+    @abstractmethod
+    def _has_lost_one(self) -> bool:
+        """Whether a rank has ended, which may be why another one has failed; a moment is waited for that. All calls have failed then."""
+
+    @abstractmethod
+    def stacks(self, seconds: float = 2.0) -> str:
+        """Where the threads of every rank are, as text. A rank that says nothing for so long is said to be stopped."""
+
+    @abstractmethod
+    def close(self, seconds: float = 10.0) -> None:
+        """Let the ranks finish, for so long, then kill them. Twice is no error."""
 
     def call(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *,
@@ -171,10 +176,9 @@ class Workers:
         with self._lock:  # messages go out in the order of their numbers
             self.check()
             self._calls[self._number] = call
-            message = (self._number, method, tuple(args), dict(kwargs or {}), tuple(call.ranks))
             try:
-                self._broadcast.send(message)
-            except OSError:  # a worker has ended, which the thread will say, to this call too
+                self._send(self._number, method, tuple(args), dict(kwargs or {}), tuple(call.ranks))
+            except OSError:  # a worker has ended, which whoever listens will say, to this call too
                 pass
             except BaseException:
                 del self._calls[self._number]
@@ -195,6 +199,75 @@ class Workers:
         if self.failure is not None:
             callback()
 
+    def _take(self, number: int, rank: int, failed: bool, value: Any) -> None:
+        """Give an answer to the call that it belongs to."""
+        call = self._calls.get(number)
+        if failed and number and call is not None and call.fatal and self.size > 1 and self._has_lost_one():
+            return
+        if call is not None and call.answer(rank, failed, value):
+            self._calls.pop(number, None)
+        if failed and (call is None or call.fatal):  # of a call that is fatal, a second worker may say the same
+            self._fail(
+                value if number == 0 else WorkerError(f"worker {rank} has failed: {type(value).__name__}: {value}")
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        """Kill all workers, and give the error to every waiting call. Only the first error counts."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = error
+            calls, self._calls = self._calls, {}
+        self._kill()
+        if not self._closing:  # before anyone is told by a future, and closes what a callback needs
+            for callback in self._callbacks:
+                callback()
+        for call in calls.values():
+            if not call.future.done():
+                call.future.set_exception(error)
+
+    def wait(self, future: "Future[list[Any]]", what: str, seconds: float) -> list[Any]:
+        """The answer to a call. Raises WorkerError if it does not come in time, with the stacks of all workers, which are ended."""
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            if future.done():  # it is a worker's own
+                raise
+        self._fail(WorkerError(f"workers did not answer {what} within {seconds:g} s\n{self.stacks()}"))
+        return future.result()
+
+
+class Workers(Calls):
+    """Processes that answer calls.
+
+    Args:
+        launches: what each is told first. Their folder is removed when all has ended.
+
+    Raises:
+        Exception: what a worker raises while it starts.
+    """
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        super().__init__(len(launches))
+        self._folder, self._stacks = launches[0].folder, unnamed_file(0)
+        file = unnamed_file(Ring.size(self.size))
+        started = [start_worker(rank, self.size, file, self._stacks) for rank in range(self.size)]
+        self.processes = [process for process, _ in started]
+        self._frames = [Frames(sock) for _, sock in started]
+        self._broadcast = Broadcast(self._frames, file)
+        os.close(file)
+        self._thread = threading.Thread(target=self._listen, name="minivllm-workers", daemon=True)
+        self._thread.start()
+        try:
+            ready = self._calls[0].future
+            for frames, launch in zip(self._frames, launches, strict=True):
+                with contextlib.suppress(OSError):  # it has ended, which the thread will say
+                    frames.send(launch)
+            ready.result()
+        except BaseException:
+            self.close(0.0)
+            raise
+
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
             for rank, frames in enumerate(self._frames):
@@ -208,16 +281,6 @@ class Workers:
                         return
                     self._take(number, rank, failed, value)
 
-    def _take(self, number: int, rank: int, failed: bool, value: Any) -> None:
-        """Give an answer to the call that it belongs to."""
-        call = self._calls.get(number)
-        if call is not None and call.answer(rank, failed, value):
-            self._calls.pop(number, None)
-        if failed and (call is None or call.fatal):  # of a call that is fatal, a second worker may say the same
-            self._fail(
-                value if number == 0 else WorkerError(f"worker {rank} has failed: {type(value).__name__}: {value}")
-            )
-
     def _how_it_ended(self, rank: int) -> str:
         process = self.processes[rank]
         try:
@@ -228,25 +291,30 @@ class Workers:
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return f"worker {rank} of {self.size} (process {process.pid}) {how}"
 
+    def _send(
+        self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: tuple[int, ...]
+    ) -> None:
+        self._broadcast.send((number, method, args, kwargs, ranks))
+
     def _fail(self, error: BaseException) -> None:
-        """Kill all workers, and give the error to every waiting call. Only the first error counts."""
-        self._broadcast.closed = True
-        with self._lock:
-            if self.failure is not None:
-                return
-            self.failure = error
-            calls, self._calls = self._calls, {}
+        self._broadcast.closed = True  # a call may be waiting for room in the ring, and has the lock
+        Calls._fail(self, error)
+
+    def _has_lost_one(self) -> bool:
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            for rank, process in enumerate(self.processes):
+                if process.poll() is not None:
+                    self._fail(WorkerError(self._how_it_ended(rank)))
+                    return True
+            time.sleep(0.02)
+        return False
+
+    def _kill(self) -> None:
         for process in self.processes:
             process.kill()
-        if not self._closing:  # before anyone is told by a future, and closes what a callback needs
-            for callback in self._callbacks:
-                callback()
-        for call in calls.values():
-            if not call.future.done():
-                call.future.set_exception(error)
 
     def close(self, seconds: float = 10.0) -> None:
-        """Let the workers finish, for so long, then kill them. Twice is no error."""
         if not self._closing and self.failure is None and seconds:
             with contextlib.suppress(WorkerError, OSError):
                 self.call("stop", ranks=())
@@ -265,18 +333,7 @@ class Workers:
         for frames in self._frames:
             frames.sock.close()
 
-    def wait(self, future: "Future[list[Any]]", what: str, seconds: float) -> list[Any]:
-        """The answer to a call. Raises WorkerError if it does not come in time, with the stacks of all workers, which are ended."""
-        try:
-            return future.result(seconds)
-        except TimeoutError:
-            if future.done():  # it is a worker's own
-                raise
-        self._fail(WorkerError(f"workers did not answer {what} within {seconds:g} s\n{self.stacks()}"))
-        return future.result()
-
     def stacks(self, seconds: float = 2.0) -> str:
-        """Where the threads of every worker are, as text. A worker that writes nothing for so long is said to be stopped."""
         parts = []
         for rank, process in enumerate(self.processes):
             start = end = os.fstat(self._stacks).st_size
@@ -312,7 +369,7 @@ class MultiprocExecutor:
     is_remote = True
     """Requests must be able to cross to other processes."""
 
-    def __init__(self, plan: EnginePlan, workers: Workers | None = None) -> None:
+    def __init__(self, plan: EnginePlan, workers: Calls | None = None) -> None:
         self._step_timeout = step_timeout()
         self._log: SampleLog | None = None
         self._tokens: dict[str, list[int]] = {}  # sampled, and not yet told to the stages before the last

@@ -5,7 +5,9 @@
 from collections.abc import Callable, Sequence
 
 from minivllm.runtime.executor import EnginePlan, Executor, UniProcExecutor, fit_memory
+from minivllm.runtime.executors.external import ExternalExecutor
 from minivllm.runtime.executors.mp import MultiprocExecutor
+from minivllm.runtime.executors.ray_executor import RayExecutor
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import Transform
 
@@ -17,17 +19,35 @@ def _uni(plan: EnginePlan, transforms: Sequence[Transform], grammar: GrammarComp
 
 
 def _mp(plan: EnginePlan, transforms: Sequence[Transform], grammar: GrammarCompiler | None) -> Executor:
+    _refuse_objects(plan, transforms)
+    return MultiprocExecutor(plan)
+
+
+def _ray(plan: EnginePlan, transforms: Sequence[Transform], grammar: GrammarCompiler | None) -> Executor:
+    _refuse_objects(plan, transforms)
+    return RayExecutor(plan)
+
+
+def _external(plan: EnginePlan, transforms: Sequence[Transform], grammar: GrammarCompiler | None) -> Executor:
+    _refuse_pictures(plan)
+    return ExternalExecutor(plan, transforms, grammar)
+
+
+def _refuse_objects(plan: EnginePlan, transforms: Sequence[Transform]) -> None:
     if transforms:
         raise ValueError(
             "logits_processors are objects, which cannot be handed to worker processes;"
             " they need distributed_executor_backend='uni'"
         )
+    _refuse_pictures(plan)
+
+
+def _refuse_pictures(plan: EnginePlan) -> None:
     if plan.model.spec.media is not None:
         raise ValueError("a model that reads pictures needs distributed_executor_backend='uni'")
-    return MultiprocExecutor(plan)
 
 
-_EXECUTORS: dict[str, ExecutorMaker] = {"uni": _uni, "mp": _mp}
+_EXECUTORS: dict[str, ExecutorMaker] = {"uni": _uni, "mp": _mp, "ray": _ray, "external_launcher": _external}
 
 
 def register_executor(name: str, make: ExecutorMaker) -> None:

@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import logging
 import os
+import pickle
 import select
 import shutil
 import signal
@@ -21,18 +22,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minivllm.attention.numba_cuda import cuda_ops
 from minivllm.attention.select import make_backend
 from minivllm.core.config import EngineArgs, EngineConfig, MachineFacts, stage_groups, stage_layers
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.plugins import load_plugins
-from minivllm.models.parallel import Share, Stage, TensorGroup
+from minivllm.models.parallel import Adder, Share, Spans, Stage, TensorGroup
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import EnginePlan, load_decoder, measure_memory, read_model
 from minivllm.runtime.executors.broadcast import Frames, Ring
-from minivllm.runtime.machine import settle_vector_math
+from minivllm.runtime.machine import keep_freed_memory, settle_vector_math
 from minivllm.runtime.model_runner import ModelRunner
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
+from minivllm.sampling.transforms import Transform
 
 logger = logging.getLogger("minivllm.runtime")
 
@@ -43,10 +46,12 @@ class Launch:
 
     Attributes:
         rank, size: its number, and how many workers there are.
-        device: `cpu` or `cuda`; there, each rank takes the GPU of its number.
+        device: `cpu` or `cuda`.
         folder: the same for all ranks, empty; what is in it belongs to torch. It must stay as long as they: NCCL connects two ranks
             when they first have something to tell each other, and does so through a file there.
         log_level: of the root logger.
+        gpu: which one of those that it sees the rank takes; None for the one of its number.
+        address: where ranks of several machines meet, as torch.distributed reads it; None for a file in `folder`.
     """
 
     rank: int
@@ -54,6 +59,14 @@ class Launch:
     device: str
     folder: str
     log_level: int = logging.WARNING
+    gpu: int | None = None
+    address: str | None = None
+
+
+def use_loopback() -> None:
+    """Have ranks of one machine find each other on its loopback interface, unless the user has named another."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, "lo0" if sys.platform == "darwin" else "lo")
 
 
 def connect(launch: Launch) -> None:
@@ -64,23 +77,21 @@ def connect(launch: Launch) -> None:
     """
     on_gpu = launch.device == "cuda"
     if on_gpu:
-        if (count := torch.cuda.device_count()) < launch.size:
+        gpu, most = (launch.rank, launch.size) if launch.gpu is None else (launch.gpu, launch.gpu + 1)
+        if (count := torch.cuda.device_count()) < most:
             raise ValueError(f"{launch.size} ranks need a GPU each, and torch.cuda.device_count() is {count}")
-        torch.cuda.set_device(launch.rank)
-    if launch.size == 1:
+        torch.cuda.set_device(gpu)
+    if launch.size == 1 or dist.is_initialized():
         return
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, loopback)
+    if launch.address is None:
+        use_loopback()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        init_method=f"file://{launch.folder}/store",
+        init_method=launch.address or f"file://{launch.folder}/store",
         rank=launch.rank,
         world_size=launch.size,
         timeout=timedelta(minutes=10),
-        device_id=torch.device("cuda", launch.rank)
-        if on_gpu
-        else None,  # NCCL connects, or fails, here and not in a step
+        device_id=torch.device("cuda", gpu) if on_gpu else None,  # NCCL connects, or fails, here and not in a step
     )
 
 
@@ -127,23 +138,19 @@ class Worker:
         self.group: TensorGroup | None = None
         self.runner: ModelRunner | None = None
         self._samples: SampleLog = {}
+        self.spans = Spans()
+        self._adders: dict[int, Adder] = {}  # by ranks in a group; their memory stays until the process ends
 
     def load_model(self, config: EngineConfig, machine: MachineFacts) -> tuple[int, int] | None:
         """Read the weights. Returns what `measure_memory` finds."""
         settle_vector_math()
         args = config.args
-        self.group = self._join(args) if args.tensor_parallel_size > 1 else None
+        self.group = self._join(args, machine) if args.tensor_parallel_size > 1 else None
         plan = EnginePlan(config, read_model(args), make_backend(config.attention_backend), machine)
         self.stage = self._find_stage(plan)
         self.plan = replace(plan, decoder=(decoder := load_decoder(plan, self.group, self.stage)))
         self.grammar = LateGrammar(self.plan)
         return measure_memory(self.plan, decoder)
-
-    def _join(self, args: EngineArgs) -> TensorGroup:
-        """The ranks of this one's stage. All ranks make all groups, as torch wants it."""
-        size = args.tensor_parallel_size
-        groups = [dist.new_group(list(range(at, at + size))) for at in range(0, self.size, size)]
-        return TensorGroup(Share(self.rank % size, size, args.enable_expert_parallel), groups[self.rank // size])
 
     def _find_stage(self, plan: EnginePlan) -> Stage:
         """Which layers this rank has."""
@@ -159,13 +166,31 @@ class Worker:
         self.runner = None
         del self.plan, self.grammar
 
-    def initialize(self, config: EngineConfig) -> None:
-        """Make the KV cache, and everything else that a step needs."""
+    def initialize(
+        self, config: EngineConfig, transforms: Sequence[Transform] = (), grammar: GrammarCompiler | None = None
+    ) -> None:
+        """Make the KV cache, and everything else that a step needs. transforms, grammar: see `ModelRunner`; here only if they need not cross."""
         local = replace(config.kv_cache, groups=stage_groups(config.kv_cache.groups, self.stage.layers))
         config = replace(config, kv_cache=local)
         self.plan = replace(self.plan, config=config)
         assert self.plan.decoder is not None, "load_model comes first"
-        self.runner = ModelRunner(self.plan.decoder, self.plan.backend, config, (), self.grammar)  # type: ignore[arg-type]
+        keep_freed_memory()  # not before the weights are loaded
+        self.runner = ModelRunner(self.plan.decoder, self.plan.backend, config, transforms, grammar or self.grammar)  # type: ignore[arg-type]
+
+    def _join(self, args: EngineArgs, machine: MachineFacts) -> TensorGroup:
+        """The ranks of this one's stage. All ranks make all groups, as torch wants it."""
+        size = args.tensor_parallel_size
+        groups = [dist.new_group(list(range(at, at + size))) for at in range(0, self.size, size)]
+        share, group = Share(self.rank % size, size, args.enable_expert_parallel), groups[self.rank // size]
+
+        def exchange(handle: bytes) -> list[bytes]:
+            handles: list[Any] = [None] * size
+            dist.all_gather_object(handles, handle, group)
+            return handles
+
+        if machine.sums_by_peers and size not in self._adders:
+            self._adders[size] = cuda_ops().PeerAllReduce(share.rank, size, exchange)
+        return TensorGroup(share, group, self._adders[size] if machine.sums_by_peers else None)
 
     def keep_samples(self, on: bool) -> None:
         """Send what the sampler sees along with the results from now on, or stop."""
@@ -212,6 +237,22 @@ class Worker:
         if self.size > 1:
             dist.destroy_process_group()
 
+    def record_spans(self, on: bool) -> list[tuple[str, float, float, int]]:
+        """Note from now on when this rank runs a step, joins others and waits for another stage; or stop, and return it: see `Spans`."""
+        found = self.spans.stop()
+        self.spans = Spans()
+        if on:
+            assert self.runner is not None
+            self.spans.watch(self.runner, "execute_model", "step")
+            if self.group is not None:
+                self.spans.watch(self.group, "all_reduce", "all_reduce")
+                self.spans.watch(self.group, "all_gather", "all_gather")
+            if self.stage.before >= 0:
+                self.spans.watch(self.stage, "receive", "receive")
+            if not self.stage.is_last:
+                self.spans.watch(self.stage, "send", "send")
+        return found
+
 
 def die_with(sock: socket.socket, folder: str) -> None:
     """End this process as soon as the other end of a socket has closed, and remove a folder then."""
@@ -226,17 +267,21 @@ def die_with(sock: socket.socket, folder: str) -> None:
     threading.Thread(target=watch, name="minivllm-watch", daemon=True).start()
 
 
-def send_answer(frames: Frames, number: int, rank: int, value: Any, failed: bool = False) -> None:
-    """Answer a message; an answer that cannot cross becomes an error that says so."""
+def pack_answer(number: int, rank: int, value: Any, failed: bool = False) -> bytes:
+    """An answer to a call; one that cannot cross becomes an error that says so."""
     try:
-        frames.send((number, rank, failed, value))
+        return pickle.dumps((number, rank, failed, value), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # noqa: BLE001 - pickle raises what it likes
+        what = f"what a worker would answer cannot cross between processes: {type(value).__name__}: {error}"
+        return pickle.dumps((number, rank, True, TypeError(what)))
+
+
+def send_answer(frames: Frames, number: int, rank: int, value: Any, failed: bool = False) -> None:
+    """Answer a message."""
+    try:
+        frames.send_bytes(-1, pack_answer(number, rank, value, failed))
     except OSError:  # the engine is gone
         os._exit(1)
-    except Exception as error:  # noqa: BLE001 - pickle raises what it likes
-        what = f"{type(value).__name__}: {error}"
-        frames.send(
-            (number, rank, True, TypeError(f"what a worker would answer cannot cross between processes: {what}"))
-        )
 
 
 def serve(worker: Worker, frames: Frames, ring: Ring) -> None:

@@ -172,8 +172,9 @@ class RowMajorMatmul(Matmul):
         self.args[COUNT], self.args[CHUNK], self.sum_floats = -(-self.outputs // chunk), chunk, 8 * row_stride(chunk)
 
 
-PADDED, BLOCK, CONFIGS = range(EXTRA, EXTRA + 3)
-"""Further arguments of the packed matmul: inputs with padding, outputs of a block, address of `tile_configs`."""
+PADDED, BLOCK, CONFIGS, AT_ONCE = range(EXTRA, EXTRA + 4)
+"""Further arguments of the packed matmul: inputs with padding, outputs of a block, address of `tile_configs`, and how many items a
+thread claims at once. Neighbours lie one after the other in memory."""
 TILE = 16
 """Rows of an AMX tile register, and pairs of bf16 in a row of it."""
 
@@ -250,14 +251,18 @@ class PackedMatmul(Matmul):
         else:
             lanes = math.gcd(host_lanes(), inputs)
             compiled = kernel("minivllm_kernels.cpu.matmul.packed:matmul", out_bits, lanes, host_registers())
-        extra = padded, block, tile_configs().ctypes.data
+        extra = padded, block, tile_configs().ctypes.data, 1
         super().__init__(compiled, -(-outputs // ITEM), outputs, inputs, 16, out_bits, weight, bias, 0, *extra)
         if tiles:  # sums of two tiles of rows; the rows are read where they lie
             self.sum_floats, self.row_floats = 2 * TILE * ITEM, 0
 
+    def cut(self, threads: int, groups: int = 1) -> None:
+        """See `Matmul`. Many items are claimed several at once, up to 8, and 16 times by each thread at least."""
+        self.args[AT_ONCE] = min(max(self.args[COUNT] * groups // (16 * threads), 1), 8)
 
-ROUNDED, ROW_BYTES, SHIFT, CODES = range(CONFIGS + 1, CONFIGS + 5)
-"""Further arguments of the quantized matmul, after `PADDED`, `BLOCK` (unused) and `CONFIGS`: address of the rounded rows, 0 if each
+
+ROUNDED, ROW_BYTES, SHIFT, CODES = range(AT_ONCE + 1, AT_ONCE + 5)
+"""Further arguments of the quantized matmul, after `PADDED`, `BLOCK` (unused), `CONFIGS` and `AT_ONCE` (unused): address of the rounded rows, 0 if each
 thread rounds them; bytes of a rounded row; how often the number of a group is halved to find its scale; address of the code book."""
 SPAN = 32
 """Inputs whose dot products fit into 16 bits; a group has a multiple of them."""
@@ -331,7 +336,7 @@ class QuantizedMatmul(Matmul):
         self._by_tiles = (f"{name}:matmul_by_tiles", *form) if host_tiles() and host_byte_tiles() else None
         self._items, tail = -(-outputs // ITEM), 4 * group if padded > inputs else 0
         self.row_bytes = -(-(padded + 12 * (padded // group) + tail) // 64) * 64
-        extra = padded, 0, tile_configs(min(group, 64))[-1:].ctypes.data, 0, self.row_bytes, shift, codes
+        extra = padded, 0, tile_configs(min(group, 64))[-1:].ctypes.data, 1, 0, self.row_bytes, shift, codes
         few = kernel(f"{name}:matmul", *form, *machine)
         super().__init__(few, self._items, outputs, inputs, x_bits, out_bits, words, bias, scales, *extra)
         self._group = group

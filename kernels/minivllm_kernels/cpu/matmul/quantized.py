@@ -183,7 +183,7 @@ def make_block(count: int, parts: int, group: int) -> Any:
     def block(rounded, stride, padded, g, weight, dots, sums, step, low):
         tiles_clear(count)
         for k in range(0, G, WIDTH):
-            tiles_multiply(rounded + g * G + k, stride, weight + k * ITEM, LINE, count, 1)
+            tiles_multiply(rounded + g * G + k, stride, weight + k * ITEM, LINE, count, 1, 0, 0)
         tiles_store(dots, LINE, count)
         numbers, wide, groups = floats_at(rounded + padded, 32), stride // 4, padded // G
         some, whole = floats_at(sums, 32), floats_at(dots, 32)

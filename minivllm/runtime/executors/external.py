@@ -1,0 +1,146 @@
+"""Executor with one rank in this process, among processes that run the same program."""
+
+# Generated from nbs/runtime/executors/external.ipynb; after an edit here run `python -m minivllm.literate write-back`.
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from minivllm.core.config import EngineConfig, KVCacheConfig
+from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
+from minivllm.runtime.executor import EnginePlan, PendingStep, pass_on, with_memory
+from minivllm.runtime.executors.worker import Launch, Worker, use_loopback
+from minivllm.runtime.sample_record import SampleLog, SampleRecord
+from minivllm.sampling.grammar import GrammarCompiler
+from minivllm.sampling.transforms import Transform
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def launch_from_environment(size: int, device: str) -> Launch:
+    """What torchrun, or another launcher, tells this process by its environment.
+
+    Args:
+        size: ranks that the engine's settings ask for.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        ValueError: a variable is missing, or there are more or fewer processes than ranks.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in os.environ]:
+        raise ValueError(
+            f"distributed_executor_backend='external_launcher' needs {missing[0]} in the environment: start the program with torchrun"
+        )
+    rank, world, local = (int(os.environ[name]) for name in names[:3])
+    if world != size:
+        raise ValueError(
+            f"{world} processes were launched, but tensor_parallel_size x pipeline_parallel_size is {size}"
+        )
+    if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
+        use_loopback()
+    return Launch(rank, size, device, "", gpu=local, address="env://")
+
+
+def same_everywhere(what: str, value: Any) -> None:
+    """Raises ValueError on every rank if a value differs between them."""
+    digest = sha256(repr(value).encode()).hexdigest()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, digest)
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"{what} must be the same in all processes; ranks that agree: {[found.index(d) for d in found]}"
+        )
+
+
+class ExternalExecutor:
+    """Runs one rank of a model in this process. A process group that the program has made is used, and left.
+
+    Args:
+        transforms, grammar: see `make_executor`.
+
+    Raises:
+        ValueError: see `launch_from_environment`; or the processes were given different settings.
+    """
+
+    in_step = True
+    """Other processes must decide the same."""
+
+    def __init__(
+        self, plan: EnginePlan, transforms: Sequence[Transform] = (), grammar: GrammarCompiler | None = None
+    ) -> None:
+        args, size = plan.config.args, plan.config.args.world_size
+        self._own = not dist.is_initialized() and size > 1
+        self.worker = Worker(launch_from_environment(size, plan.config.device))
+        measured = self.worker.load_model(plan.config, plan.machine)
+        if size > 1:
+            same_everywhere("engine arguments", args)
+            found: list[Any] = [None] * size
+            dist.all_gather_object(found, measured)
+            measured = None if None in found else min(found)
+        self.config: EngineConfig = with_memory(plan, measured).config
+        self.worker.initialize(self.config, transforms, grammar)
+        self._log: SampleLog | None = None
+        self._tokens: dict[str, list[int]] = {}
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        return self.config.kv_cache
+
+    def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        args = self.config.args
+        result, samples = self.worker.execute_model(output, self._tokens)
+        if args.pipeline_parallel_size > 1:
+            box = [(result, samples)]
+            dist.broadcast_object_list(box, src=args.world_size - args.tensor_parallel_size)
+            result, samples = box[0]
+            self._tokens = dict(result.sampled_token_ids)
+        if self._log is not None:
+            self._log |= samples
+        return result
+
+    def submit(self, output: SchedulerOutput) -> PendingStep:
+        done: Future[ModelRunnerOutput] = Future()
+        done.set_result(self.execute_model(output))
+        return done
+
+    def keep_samples(self, log: SampleLog | None) -> None:
+        self._log = log
+        self.worker.keep_samples(log is not None)
+
+    def explain(self, record: SampleRecord, tokenizer: Any = None, top: int = 5) -> "pd.DataFrame":
+        return self.worker.explain(record, tokenizer is not None, top)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        """See `Executor`; the result of this process's rank alone."""
+        result, future = self.worker.call(method, args, kwargs or {}), Future[list[Any]]()
+        if isinstance(result, Future):
+            result.add_done_callback(lambda done: pass_on(done, future))
+        else:
+            future.set_result([result])
+        return future if non_block else future.result(timeout)
+
+    def check_health(self) -> None:
+        """There is nothing here that could fail by itself."""
+
+    def register_failure_callback(self, callback: Callable[[], None]) -> None:
+        """It will not be called: a rank that is gone is an error of the next step."""
+
+    def shutdown(self) -> None:
+        if self.worker.runner is not None:
+            self.worker.unload()
+        if self._own and dist.is_initialized():
+            dist.destroy_process_group()
+        self._own = False
