@@ -66,6 +66,14 @@ def copy_bandwidth() -> float:
     return max(2 * a.numel() / median_ms(way, 20) / 1e6 for way in ways)
 
 
+def read_bandwidth() -> float:
+    """GB/s that a kernel reaches which only reads: the best of a few reductions over 2 GB."""
+    a = torch.randint(1 << 30, (1 << 29,), dtype=torch.int32, device=CUDA)
+    floats = a.view(torch.float32)
+    ways = (floats.sum, a.amax, lambda: floats.view(2048, -1).sum(1), lambda: a.view(2048, -1).amax(1))
+    return max(a.nbytes / median_ms(way, 10) / 1e6 for way in ways)
+
+
 def random_batch(query_lens: np.ndarray, seq_lens: np.ndarray, block: int) -> tuple[AttentionBatch, int]:
     need = -(-seq_lens // block)
     order = np.random.default_rng(0).permutation(np.arange(1, need.sum() + 1)).astype(np.int32)

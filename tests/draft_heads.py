@@ -1,12 +1,14 @@
-"""Tiny Medusa heads, an EAGLE-1 and an EAGLE-3 layer for the tiny Llama, in folders as the engine reads them."""
+"""Tiny Medusa heads, an EAGLE-1 and an EAGLE-3 layer for the tiny Llama, and checkpoints that bring a layer to draft with."""
 
 import json
+import shutil
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from tiny_models import checkpoint, hf_model
+from safetensors.torch import load_file, save_file
+from tiny_models import checkpoint, hf_model, tiny_model_path  # noqa: F401 - a fixture
 
 MOST = 3
 H, V = 72, 264
@@ -89,3 +91,37 @@ def folders(tmp_path_factory):
         "eagle3": write(root / "eagle3", eagle3, eagle3_tensors()),
         "eagle3-plain": write(root / "eagle3-plain", plain, eagle3_tensors(True)),
     }
+
+
+LAST = 3
+NAMES = {  # by family: what the layer's tensors begin with; norm of the embedding and of the state, matrix, last norm
+    "deepseek-v3": ("model.layers.4.", *(f"model.layers.4.{n}" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))),
+    "qwen3-next-attention": ("mtp.layers.0.", *(f"mtp.{n}" for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"))),
+}  # fmt: skip
+
+
+def mtp_tensors(name: str) -> dict[str, torch.Tensor]:
+    """The model's last layer again, with norms and a matrix of its own."""
+    g, (prefix, embedding_norm, hidden_norm, fuse, final_norm) = torch.Generator().manual_seed(5), NAMES[name]
+    old = f"model.layers.{LAST}."
+    layer = {n.replace(old, prefix): t for n, t in checkpoint(hf_model(name)).items() if n.startswith(old)}
+    norms = {f"{n}.weight": 1 + torch.randn(H, generator=g) / 4 for n in (embedding_norm, hidden_norm, final_norm)}
+    return layer | norms | {f"{fuse}.weight": torch.randn(H, 2 * H, generator=g) / 9}
+
+
+@pytest.fixture(scope="session")
+def with_layer(tiny_model_path, tmp_path_factory):  # noqa: F811
+    """A function from a model's name to a folder of it that holds the layer too."""
+
+    @cache
+    def folder(name):
+        path = tmp_path_factory.mktemp("mtp") / name
+        shutil.copytree(tiny_model_path(name), path)
+        file = path / "model.safetensors"
+        shared = {}
+        if name == "deepseek-v3":  # copies of what the model has
+            shared = {f"model.layers.4.{n}.weight": torch.zeros(3) for n in ("embed_tokens", "shared_head.head")}
+        save_file({n: t.contiguous().clone() for n, t in (load_file(file) | mtp_tensors(name) | shared).items()}, file)
+        return path
+
+    return folder

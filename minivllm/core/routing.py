@@ -29,7 +29,7 @@ class Replica:
 
 
 class Router(Protocol):
-    """Chooses a replica for every request."""
+    """Chooses a replica for every request. It may have an attribute `reason`: why it chose as it last did, in words."""
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
         """The number of a replica. Called once for each request, in the order of arrival."""
@@ -38,6 +38,8 @@ class Router(Protocol):
 
 class RoundRobin:
     """One after the other."""
+
+    reason = "its turn"
 
     def __init__(self) -> None:
         self._next = 0
@@ -53,7 +55,9 @@ class LeastLoaded:
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
         """See `Router`."""
-        return min(replicas, key=lambda r: (r.num_requests, r.num_tokens, r.index)).index
+        best = min(replicas, key=lambda r: (r.num_requests, r.num_tokens, r.index))
+        self.reason = f"{best.num_requests} requests there, no replica has fewer"
+        return best.index
 
 
 class PrefixAware:
@@ -77,7 +81,11 @@ class PrefixAware:
         names = list(extend_block_hashes(request, self.block_size))
         least = min(r.num_requests for r in replicas)
         open_to = [r for r in replicas if r.num_requests <= least + self.slack]
-        best = min(open_to, key=lambda r: (-self._matches(r.index, names), r.num_requests, r.num_tokens, r.index))
+        found = {r.index: self._matches(r.index, names) for r in replicas}
+        best = min(open_to, key=lambda r: (-found[r.index], r.num_requests, r.num_tokens, r.index))
+        self.reason = f"{found[best.index]} of {len(names)} blocks were sent there; {best.num_requests} requests, the least loaded has {least}"
+        if (most := max(found.values())) > found[best.index]:
+            self.reason += f"; {most} blocks elsewhere, but too many requests"
         self._remember(best.index, names)
         return best.index
 

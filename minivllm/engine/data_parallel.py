@@ -4,6 +4,7 @@
 
 import os
 import select
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -56,6 +57,9 @@ class DataParallelCore(RemoteCore):
     Args:
         cores: the replicas.
         router: chooses one for each request.
+
+    Attributes:
+        decisions: (time on the engines' clock, request id, replica, reason) of its last choices.
     """
 
     on_ray = False  # whether it has joined a Ray cluster, for all replicas
@@ -65,6 +69,7 @@ class DataParallelCore(RemoteCore):
         self.replicas = [Replica(i) for i in range(len(self.cores))]
         self.config, self.clock = self.cores[0].config, self.cores[0].clock
         self.generation_config = self.cores[0].generation_config
+        self.decisions: deque[tuple[float, str, int, str]] = deque(maxlen=10_000)
         self._home: dict[str, tuple[Replica, int]] = {}
         self._poll = select.epoll() if hasattr(select, "epoll") else select.kqueue()  # type: ignore[attr-defined]
         for core in self.cores:
@@ -111,6 +116,7 @@ class DataParallelCore(RemoteCore):
             raise ValueError(f"router {name} chose replica {chosen!r}; there are 0 to {len(self.replicas) - 1}")
         replica = self.replicas[chosen]
         self.cores[chosen].add_request(request)
+        self.decisions.append((self.clock.now(), request.request_id, chosen, getattr(self.router, "reason", "")))
         self._home[request.request_id] = replica, request.num_prompt_tokens
         replica.num_requests += 1
         replica.num_tokens += request.num_prompt_tokens

@@ -145,6 +145,7 @@ class ModelShape:
         state_layers: of the layers, those with a state in the place of attention.
         state_bytes: of one request's state in one of them.
         state_weights: of the linear layers of one of them, without its MLP.
+        num_experts, experts_per_token: of a mixture; each expert is an MLP of `intermediate_size`. 0 and 1 for one MLP.
     """
 
     name: str
@@ -159,6 +160,8 @@ class ModelShape:
     state_layers: int = 0
     state_bytes: int = 0
     state_weights: int = 0
+    num_experts: int = 0
+    experts_per_token: float = 1
 
     @property
     def attention_layers(self) -> int:
@@ -168,9 +171,26 @@ class ModelShape:
     @property
     def layer_weights(self) -> int:
         """Weights of the linear layers of one layer; the mean, if there are two kinds."""
+        return int(self._weights(max(1, self.num_experts)))
+
+    @property
+    def active_weights(self) -> float:
+        """Those that one token is multiplied with."""
+        return self._weights(self.experts_per_token)
+
+    def weights_read(self, tokens: int) -> float:
+        """Those that some of so many tokens are multiplied with, if all experts are equally likely."""
+        share = self.experts_per_token / max(1, self.num_experts)
+        return (
+            self._weights(max(1, self.num_experts) * (1 - (1 - share) ** tokens))
+            if self.num_experts
+            else self.layer_weights
+        )
+
+    def _weights(self, experts: float) -> float:
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         mixers = self.attention_layers * attention + self.state_layers * self.state_weights
-        return mixers // self.num_layers + 3 * self.hidden_size * self.intermediate_size
+        return mixers // self.num_layers + experts * 3 * self.hidden_size * self.intermediate_size
 
     @property
     def weight_bytes(self) -> int:
@@ -195,6 +215,7 @@ MODELS = {
     "llama-3.1-8b": ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256),
     "llama-2-7b": ModelShape("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000),
     "qwen3-0.6b": ModelShape("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151936),
+    "mixtral-8x7b": ModelShape("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, num_experts=8, experts_per_token=2),
     "smollm2": ModelShape("smollm2", 30, 576, 9, 3, 64, 1536, 49152),
     "mamba2-130m": ModelShape(
         "mamba2-130m", 24, 768, 1, 1, 64, 0, 50288, state_layers=24, state_bytes=807_936, state_weights=3_753_984
@@ -214,8 +235,8 @@ class Roofline(CostModel):
     """
 
     def __init__(self, device: str | Device = "h100", model: str | ModelShape = "llama-3.1-8b") -> None:
-        self.device: Device = _known(device, DEVICES, "device")
-        self.model: ModelShape = _known(model, MODELS, "model")
+        self.device: Device = known(device, DEVICES, "device")
+        self.model: ModelShape = known(model, MODELS, "model")
         if self.model.weight_bytes >= self.device.memory_bytes:
             raise ValueError(
                 f"{self.model.name} needs {self.model.weight_bytes / 1e9:.0f} GB for its weights; {self.device.name} has {self.device.memory_bytes / 1e9:.0f} GB"
@@ -231,14 +252,14 @@ class Roofline(CostModel):
         size, tokens, context = m.dtype_bytes, work.num_tokens, work.decode_context + work.prefill_context
         computing = bool(tokens)
         pairs = work.decode_context + work.prefill_pairs
-        activations = tokens * size * (16 * m.hidden_size + 3 * m.intermediate_size)
+        activations = tokens * size * (16 * m.hidden_size + 3 * m.experts_per_token * m.intermediate_size)
         head, kv_bytes = m.hidden_size * m.vocab_size, 2 * m.num_kv_heads * m.head_dim * size
 
         def roof(operations: float, num_bytes: float) -> float:
             return max(operations / flops, num_bytes / bandwidth)
 
         return {
-            "linear": m.num_layers * roof(2 * tokens * m.layer_weights, computing * size * m.layer_weights),
+            "linear": m.num_layers * roof(2 * tokens * m.active_weights, computing * size * m.weights_read(tokens)),
             "attention": m.attention_layers * roof(pairs * 4 * m.num_heads * m.head_dim, context * kv_bytes),
             # each number decays, is added to and read for each token; a state is read and written once a step
             "states": m.state_layers * roof(5 * tokens * (m.state_bytes // 4), 2 * work.num_requests * m.state_bytes),
@@ -274,7 +295,8 @@ class Roofline(CostModel):
         return KVCacheConfig(max(2, int(room / block)), size, groups)
 
 
-def _known(value: Any, table: dict[str, Any], what: str) -> Any:
+def known(value: Any, table: dict[str, Any], what: str) -> Any:
+    """A value, or what a table has under its name. Raises ValueError for a name that is not there; says which is near."""
     if not isinstance(value, str):
         return value
     if value not in table:

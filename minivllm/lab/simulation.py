@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, EngineConfig, KVCacheConfig, KVCacheGroup, KVCacheSpec, SchedulerConfig
-from minivllm.core.output import EngineCoreOutput
+from minivllm.core.kv_connector import KVConnector
+from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.core.plugins import load_plugins
 from minivllm.core.policy import POLICIES, Combined, Policy, combine
 from minivllm.core.request import FinishReason
@@ -91,7 +93,7 @@ class Session:
         policy: None for the one that the settings name.
         cost_model: seconds per step; None to measure how long `executor` takes.
         executor: None for the fake one. Another one answers itself; the length of the answers is still the workload's.
-        preemption, sampling_params, policy_timeout: see `simulate`.
+        preemption, sampling_params, policy_timeout, connector: see `simulate`.
 
     Attributes:
         refused: ids of requests that the scheduler would not take, with its reason.
@@ -100,15 +102,19 @@ class Session:
     def __init__(
         self, settings: Settings, policy: Policy | None = None, cost_model: CostModel | None = None, *,
         executor: Executor | None = None, preemption: Preemption | None = None, sampling_params: Any = None,
-        policy_timeout: float = 10.0,
+        policy_timeout: float = 10.0, connector: KVConnector | None = None,
     ) -> None:  # fmt: skip
         if cost_model is None and executor is None:
             raise ValueError("a fake model takes no time: give a cost_model")
         self.settings, self.cost_model, self.clock = settings, cost_model, VirtualClock()
         self.scheduler = Scheduler(
             settings.scheduler, settings.cache, settings.kv_cache, policy=policy, preemption=preemption,
-            clock=self.clock, policy_timeout=policy_timeout,
+            clock=self.clock, policy_timeout=policy_timeout, connector=connector,
         )  # fmt: skip
+        self._stages: int = getattr(cost_model, "stages", 1)
+        self.scheduler.waits_for_tokens = self._stages > 1
+        self._in_flight: deque[tuple[float, SchedulerOutput, ModelRunnerOutput, list[str]]] = deque()
+        self._first_stage = self._last_stage = 0.0  # when they are free
         self.fake = executor if isinstance(executor, FakeExecutor) else FakeExecutor(settings.cache.block_size)
         self.executor = None if isinstance(executor, FakeExecutor) else executor
         self.refused: list[tuple[str, str]] = []
@@ -145,14 +151,37 @@ class Session:
             seconds = self.cost_model.seconds(output, self.fake.work)
         else:
             seconds = time.perf_counter() - started
+        if self._stages > 1:
+            return self._pipelined(output, result, seconds)
         self.clock.advance(seconds)
         if not output.total_num_scheduled_tokens and self._later:  # nothing to do but to wait for something
             self.clock.advance_to(self._later[0][0])
+        return self._update(output, result, self.fake.exhausted)
+
+    def _update(
+        self, output: SchedulerOutput, result: ModelRunnerOutput, exhausted: list[str]
+    ) -> list[EngineCoreOutput]:
         outputs = self.scheduler.update_from_output(output, result)
-        for name in self.fake.exhausted:
+        for name in exhausted:
             if name in self.scheduler.requests:  # its recorded answer was cut off here
                 self.end(name)
         return outputs
+
+    def _pipelined(self, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> list[EngineCoreOutput]:
+        """Begin a step that takes `seconds` for all its stages. If every stage has one then, or nothing more can run, the oldest ends."""
+        part = seconds / self._stages if output.total_num_scheduled_tokens else 0.0
+        begin = max(self.clock.now(), self._first_stage)
+        self._first_stage = begin + part
+        self._last_stage = max(begin + self._stages * part, self._last_stage + part)
+        self._in_flight.append((self._last_stage, output, result, self.fake.exhausted))
+        if part and len(self._in_flight) < self._stages:
+            self.clock.advance_to(self._first_stage)
+            return []
+        end, *step = self._in_flight.popleft()
+        self.clock.advance_to(end)
+        if not part and not self._in_flight and self._later:
+            self.clock.advance_to(self._later[0][0])
+        return self._update(*step)
 
     def end(self, request_id: str) -> None:
         """Abort a request if it has not ended, and let its follow-up come."""
@@ -200,6 +229,12 @@ class Session:
                 for out in self.step():
                     if out.finish_reason is not None and self._follow_ups:
                         self._follow(out.request_id)
+        self.drain()
+
+    def drain(self) -> None:
+        """End the steps that are left in a pipeline, in which nobody has a token any more."""
+        while self._in_flight:
+            self._update(*self._in_flight.popleft()[1:])
 
 
 @dataclass(repr=False)
@@ -300,6 +335,7 @@ def simulate(
     cost_model: CostModel | None = None, executor: str | Executor = "fake", preemption: Preemption | None = None,
     kv_cache: KVCacheConfig | None = None, record: bool = True, sampling_params: Any = None,
     subscribers: Iterable[Callable[[Event], None]] = (), policy_timeout: float = 10.0,
+    connector: KVConnector | None = None,
 ) -> Run:  # fmt: skip
     """What would have happened: the real scheduler and KV cache manager on these requests, on a virtual clock.
 
@@ -318,6 +354,7 @@ def simulate(
         sampling_params: given to every request, for an executor that reads them.
         subscribers: functions that take each event of the trace as it happens.
         policy_timeout: seconds that an answer of the policy may take; 0 for no limit, and no thread (Python in a browser has none).
+        connector: the scheduler side of a KV connector, such as `OffloadingConnector`; `lab.parallel.Transfers` says what its copies cost.
 
     Raises:
         PolicyError: the policy failed. ValueError, TypeError: settings that make no sense, or requests out of order.
@@ -342,7 +379,7 @@ def simulate(
         workload = source if isinstance(source, Workload) else Workload.of(source)  # type: ignore[arg-type]
     session = Session(
         settings, policy, cost_model, executor=model, preemption=preemption, sampling_params=sampling_params,
-        policy_timeout=policy_timeout,
+        policy_timeout=policy_timeout, connector=connector,
     )  # fmt: skip
     return _measure(session, workload, record, subscribers)
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+import torch.distributed as dist
 from adapters import VARIANTS, peft_adapter
 from adapters import greedy as merged_tokens
 from async_workload import summary, workload
@@ -12,6 +13,8 @@ from varied_prompts import varied_prompts
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.core.module import Module
 from minivllm.models.ops.select import make_layer_ops
+from minivllm.models.parallel import Share, TensorGroup
+from minivllm.runtime import executor
 from minivllm_kernels.cuda import ops
 
 REASON = ops.device_unsupported(torch.device("cuda", 0))
@@ -110,6 +113,26 @@ def test_graphs_and_swapping_change_no_token(folder, name, kv):
         same = sum(a == b for a, b in zip(got, want))
         assert same >= len(want) - 2, (same, kwargs)  # products of padded rows may round otherwise: a near tie may fall
         assert len(llm.llm_engine.core.executor.runner.graphs) > 0
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_joins_of_one_rank_by_nccl(folder, tmp_path, monkeypatch, enforce_eager):
+    """World size 1: every sum and gathering goes through NCCL, launched or in a CUDA graph, and changes no token."""
+    want = tokens(load(folder("qwen3-64"), dtype="float32", enforce_eager=enforce_eager), greedy(16))
+    alone = {"init_method": f"file://{tmp_path}/store", "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl", **alone, device_id=torch.device("cuda", 0))
+    try:
+        group = TensorGroup(Share(0, 1), dist.group.WORLD)
+        whole = executor.load_decoder
+        monkeypatch.setattr(executor, "load_decoder", lambda plan: whole(plan, group))
+        llm = load(folder("qwen3-64"), dtype="float32", enforce_eager=enforce_eager)
+        for _ in range(2):
+            assert tokens(llm, greedy(16)) == want
+        layers = llm.config.model.num_layers
+        assert group.calls >= 2 * layers + 2
+        llm.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_replayed_step_equals_the_same_launches(folder):

@@ -3,11 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from cuda_weights import WEIGHTS, random_weight
+from quantized_checkpoints import CASES, write_checkpoint
 
 from minivllm.attention.backend import FP8, AttentionBatch, AttentionSpec, KVScales, as_bytes, to_fp8
 from minivllm.attention.numba_cuda import NumbaCudaBackend, NumbaCudaInvariantBackend
-from minivllm.attention.select import select_backend
+from minivllm.attention.select import make_backend, select_backend
+from minivllm.models.decoder import Decoder
+from minivllm.models.linear.cuda import CUDAPackedWeight, CUDAStoredLinear, packed
 from minivllm.models.linear.layer import Linear, method_or_torch
+from minivllm.models.loading import load_model
 from minivllm_kernels.cuda import ops
 from minivllm_kernels.cuda.prefill_hopper import HOPPER
 
@@ -460,6 +465,66 @@ def test_gemv_refuses_what_it_cannot_read():
             ops.gemv(rows, matrix)
     with pytest.raises(ValueError, match="multiple of 4"):
         ops.gemv(x, weight[:30], gated=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("size, features", [(1000, None), (4096, 4096)])
+def test_quantized_gemv(dtype, name, size, features):
+    """Right for every number of rows, a row is the same bit for bit alone and with others, and more rows are right, too."""
+    weight = random_weight(name, size, features, "cuda:0")
+    method = packed(weight, dtype)
+    assert isinstance(method, CUDAPackedWeight)
+    dense = weight.dequantize()
+    x = torch.randn(40, weight.shape[1], device=CUDA, dtype=dtype)
+    exact = x.double() @ dense.double().t()
+    alone = torch.cat([method.apply(x[i : i + 1]) for i in range(16)])
+    for rows in (1, 2, 4, 7, 8, 9, 16, 17, 40):
+        got = method.apply(x[:rows])
+        assert relative_error(got, exact[:rows]) < (2 if rows > 16 else 1) * TOLERANCE[dtype], rows
+        assert rows > 16 or rel_rows(got, alone[:rows], rows)
+    written = ops.dequantize(method.format, method.words, method.scales, 16, size - 16)
+    ordered = dense if method.order is None else dense[:, method.order]
+    assert torch.equal(written, ordered[16:].to(dtype)) and torch.equal(method.dequantize(), dense)
+
+
+def rel_rows(got, alone, rows):
+    """Up to 8 rows the very same; more take a kernel that adds in another order."""
+    return torch.equal(got, alone) if rows <= 8 else relative_error(got, alone.double()) < 4e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_layers_of_quantized_checkpoints(case, tmp_path):
+    write_checkpoint(tmp_path / "model", case)
+    loaded = load_model(tmp_path / "model")
+    decoder = Decoder(loaded.spec, make_backend("sdpa"), BF16, CUDA, "gemv")
+    decoder.load_weights(loaded.weights("bfloat16"))
+    for linear in decoder.linears():
+        assert isinstance(linear.method, CUDAStoredLinear)
+        x = torch.randn(20, linear.in_features, device=CUDA, dtype=BF16)
+        exact = x.double() @ linear.weight.double().t()  # a weight in bf16, so two roundings
+        kernel = all(isinstance(value, CUDAPackedWeight) for value in linear.method.values)
+        for rows in (1, 5, 16, 20):
+            limit = 2 * TOLERANCE[BF16] if kernel or CASES[case][2] == "none" else 0.06  # torch rounds activations
+            assert relative_error(linear(x[:rows]), exact[:rows]) < limit, (case, rows)
+
+
+def test_quantized_gemv_refuses_what_it_cannot_read():
+    weight = random_weight("int4", 64, None, "cuda:0")
+    method = packed(weight, BF16)
+    x = torch.zeros(1, 128, device=CUDA, dtype=BF16)
+    for rows, words, scales, outputs, message in (
+        (x.half(), method.words, method.scales, 64, "bfloat16"),
+        (x[:, :64], method.words, method.scales, 64, "shape"),
+        (x.repeat(17, 1), method.words, method.scales, 64, "1 to 16 rows"),
+        (x, method.words, method.scales, 63, "even number"),
+        (x, method.words[:-1], method.scales, 64, "words must have shape"),
+        (x, method.words, method.scales[:1], 64, "scales must have shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.quantized_gemv(rows, method.format, words, scales, outputs)
+    with pytest.raises(ValueError, match="no 64 outputs from output 16"):
+        ops.dequantize(method.format, method.words, method.scales, 16, 64)
 
 
 def test_auto_takes_these_kernels_and_wrong_tensors_are_refused():

@@ -1,5 +1,6 @@
-"""The one-shot all-reduce on two GPUs, a process each, against a sum in float64. Skipped where there are not two."""
+"""Two GPUs, a process each: the one-shot all-reduce against a sum in float64, and blocks that one reads in the memory of the other."""
 
+import math
 import multiprocessing
 import time
 from datetime import timedelta
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minivllm_kernels.cuda import ops
+from minivllm_kernels.cuda.all_reduce import open_memory, share_memory
 
 REASON = ops.peers_unsupported(2) if torch.cuda.device_count() > 1 else "torch sees no two GPUs"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
@@ -70,12 +72,26 @@ def replays(reduce: ops.PeerAllReduce, rank: int) -> list[torch.Tensor]:
     return found
 
 
+def blocks(rank: int) -> list[torch.Tensor]:
+    """What the second rank copies out of the middle of the first one's memory: blocks 4 and 1, to places 2 and 0."""
+    shape = (2, 6, 16, 2, 64)
+    data = numbers(rank, 9, (1, 2 * math.prod(shape)), torch.float16).cuda().view(2, *shape)
+    shared: list = [None, None]
+    dist.all_gather_object(shared, share_memory(data[1].data_ptr()))
+    target = torch.zeros((2, 3, 16, 2, 64), dtype=torch.float16, device="cuda")
+    if rank == 1:
+        ops.copy_peer_blocks(open_memory(shared[0]), 6, target, torch.tensor([[4, 2], [1, 0]], device="cuda"))
+    found = target.cpu()
+    dist.barrier()  # the memory is there until it has been read
+    return [found]
+
+
 def rank_process(rank: int, folder: str, results) -> None:
     try:
         reduce = connect(rank, folder)
         with pytest.raises(ValueError, match="x must be contiguous"):
             reduce(torch.zeros(3, device="cuda"))
-        found = sums(reduce, rank), replays(reduce, rank)
+        found = sums(reduce, rank), replays(reduce, rank), blocks(rank)
         results.put(
             (
                 rank,
@@ -130,3 +146,10 @@ def test_a_graph_gives_the_same_at_every_replay(found):
         first, second = total * 0.25, total * 0.75
     for rank, want in enumerate((first, second)):
         assert set(found[rank][1]) == {want.numpy().tobytes()}
+
+
+def test_blocks_are_read_in_the_memory_of_the_other_gpu(found):
+    source = numbers(0, 9, (1, 2 * math.prod((2, 6, 16, 2, 64))), torch.float16).view(2, 2, 6, 16, 2, 64)[1]
+    want = torch.zeros((2, 3, 16, 2, 64), dtype=torch.float16)
+    want[:, 2], want[:, 0] = source[:, 4], source[:, 1]
+    assert found[1][2] == [want.numpy().tobytes()]

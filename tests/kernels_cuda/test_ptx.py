@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 from chapter import chapter_cells
 
-from minivllm_kernels.cuda import all_reduce, cache, decode, gemv, launch, lora, pointwise, prefill, prefill_hopper
+from minivllm_kernels.cuda import (
+    all_reduce,
+    cache,
+    decode,
+    gemv,
+    launch,
+    lora,
+    pointwise,
+    prefill,
+    prefill_hopper,
+    quantized,
+)
 from minivllm_kernels.cuda.planning import AttentionShape
 
 INSTALL = 'pip install "numba-cuda[cu13]>=0.30" "nvidia-nvvm==13.0.*" "nvidia-cuda-nvcc==13.0.*"'
@@ -70,6 +81,11 @@ KERNELS = {
     "gemv fma, gated": (lambda: gemv.fma_gemv(FP16, 1032, 4, True), 64),
     "gemv mma": (lambda: gemv.mma_gemv(BF16, 3072, 8, 8), 168),
     "gemv mma, gated": (lambda: gemv.mma_gemv(FP16, 1000, 16, 2, True), 168),
+    "quantized gemv mma, int4": (lambda: quantized_gemv("int4", 4096, 128, BF16, 8), 128),
+    "quantized gemv mma, int4 by 16": (lambda: quantized_gemv("int4", 12288, 128, FP16, 16, True), 255),
+    "quantized gemv mma, fp8": (lambda: quantized_gemv("fp8", 4096, 128, "float32", 16), 255),
+    "quantized gemv mma, int8": (lambda: quantized_gemv("int8", 4096, 4096, "float32", 8), 255),
+    "dequantize": (lambda: quantized.dequantize(quantized.Format("int4", BF16, 4096, 32, BF16)), 64),
     "all-reduce": (lambda: all_reduce.one_shot(BF16, 2), 64),
     "all-reduce, 8 ranks": (lambda: all_reduce.one_shot("float32", 8), 64),
     "silu": (lambda: pointwise.silu_mul(FP16, 4096), 64),
@@ -84,6 +100,11 @@ def decode_rungs():
 
 def prefill_rungs():
     return chapter_cells("numba_kernels/cuda/prefill", "fma_tiles")
+
+
+def quantized_gemv(kind, features, group, scale, rows, zeros=False):
+    format = quantized.Format(kind, BF16, features, group, scale, zeros)
+    return quantized.quantized_gemv(format, rows, quantized.choose_tiling(format, 4096, rows))
 
 
 def mma_tiles(shape):
@@ -106,7 +127,7 @@ def test_no_spills(name, tmp_path):
     assert registers <= limit, report
     assert "C75" not in report, report  # wgmma one after the other, or setmaxnreg ignored
     assert ".f64" not in text, "an accumulator became float64"
-    assert ("e4m3x2" in text) == ("fp8" in name)
+    assert ("e4m3x2" in text) == ("fp8" in name and "gemv" not in name)
     if " mma" in name:
         assert "mma.sync.aligned.m16n8k16" in text and ("cp.async" in text) == name.startswith("prefill")
     if " wgmma" in name:

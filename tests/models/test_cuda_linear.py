@@ -3,10 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_weights import WEIGHTS, random_weight
 
 from minivllm.models.linear import cuda as cuda_linear
 from minivllm.models.linear.choose import explain_linear_method
+from minivllm.models.linear.grouped import GroupedWeight
 from minivllm.models.linear.layer import Linear
+from minivllm.models.linear.scaled import FP8, ScaledWeight
 
 CPU = torch.device("cpu")
 
@@ -23,6 +26,15 @@ class Ops:
     def gemv(self, x, weight):
         self.asked.append(x.shape[0])
         return x @ weight.t()
+
+    def quantized_gemv(self, x, format, words, scales, outputs):
+        self.asked.append(x.shape[0])
+        assert x.shape[1] == format.features
+        return x.new_zeros(x.shape[0], outputs)
+
+    def dequantize(self, format, words, scales, first, size):
+        self.asked.append((first, size))
+        return torch.ones(size, format.features, dtype=getattr(torch, format.dtype))
 
 
 @pytest.fixture
@@ -89,3 +101,75 @@ def test_without_a_gpu_it_says_so():
         assert explain_linear_method(None, "gemv", torch.bfloat16, gpu, False)[0] == "torch"
     with pytest.raises(ValueError, match="the device is cpu"):
         layer_of(torch.zeros(6, 16).bfloat16())
+
+
+# ---- weights that a checkpoint brings quantized
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_packed_weight_is_the_weight(ops, name, dtype):
+    weight = random_weight(name, 38)
+    packed = cuda_linear.packed(weight, dtype)
+    assert isinstance(packed, cuda_linear.CUDAPackedWeight)
+    assert packed.shape == weight.shape and torch.equal(packed.dequantize(), weight.dequantize())
+    assert torch.equal(packed[3:5].dequantize(), weight[3:5].dequantize())
+    half = weight.shape[1] // 2
+    if half % packed.format.group == 0 and packed.order is None:
+        assert torch.equal(packed.narrow(1, half, half).dequantize(), weight.narrow(1, half, half).dequantize())
+    full = random_weight(name, 64)
+    assert cuda_linear.packed(full, dtype).nbytes <= full.nbytes  # nothing but the padding
+
+
+def unpackable():
+    """Weights that no kernel multiplies by, and a part of the reason."""
+    q, q8 = torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(4, 128, dtype=torch.int8)
+    scale = torch.ones(4, 4)
+    nan = torch.full((4, 32), torch.nan).to(FP8)
+    yield GroupedWeight(q, scale, codes=torch.arange(16.0)), "code book"
+    yield GroupedWeight(q, scale, scale / 2), "no whole number"
+    yield GroupedWeight(q, scale, -40 * scale), "no whole number"
+    yield GroupedWeight(q8, scale, scale), "no whole number"
+    yield GroupedWeight(q, torch.ones(4, 8)), "groups of 16 inputs"
+    yield GroupedWeight(q[:, :24], torch.ones(4, 1)), "48 inputs are no multiple of 64"
+    yield GroupedWeight(q[:3], scale[:3]), "3 outputs are odd"
+    yield GroupedWeight(q, scale / 3, -8 * (scale / 3)), "scales of 16 bits"
+    yield ScaledWeight(nan, torch.ones(4, 1), 32), "NaN"
+    yield ScaledWeight(q8[:, :100], torch.ones(4, 4), 32), "100 inputs"
+
+
+@pytest.mark.parametrize("weight, message", list(unpackable()))
+def test_the_rule_says_why_torch_writes_a_weight_out(ops, weight, message):
+    with pytest.raises(ValueError, match=message):
+        cuda_linear.cuda_format(weight, torch.bfloat16)
+    assert cuda_linear.packed(weight, torch.bfloat16) is weight
+    good = random_weight("int4", 4)
+    with pytest.raises(ValueError, match="float32, not bfloat16 or float16"):
+        cuda_linear.cuda_format(good, torch.float32)
+
+
+def test_quantized_layers_take_the_kernel_for_few_rows(ops, monkeypatch):
+    parts, a, b = {"a": 64, "b": 32}, random_weight("act-order", 64), random_weight("act-order", 32)
+    layer = Linear(128, parts, dtype=torch.bfloat16, device=CPU, bias=True, method="gemv")
+    layer.load("a", "weight", a)
+    layer.load("b", "weight", b)  # another order: not joined
+    layer.bias.fill_(2)
+    layer.method.process_weights_after_loading()
+    assert torch.equal(layer.weight, torch.cat((a.dequantize(), b.dequantize())).bfloat16())
+    assert torch.equal(layer(torch.zeros(3, 128).bfloat16()), torch.full((3, 96), 2.0).bfloat16())
+    assert ops.asked == [3, 3]
+    ops.asked.clear()
+    monkeypatch.setattr(cuda_linear, "AT_ONCE", 40 * 128)
+    x = torch.randn(17, 128).bfloat16()
+    torch.testing.assert_close(layer(x), (x.sum(1, keepdim=True) + 2).expand(17, 96), atol=0.2, rtol=0.02)
+    assert ops.asked == [(0, 32), (32, 32), (0, 32)]
+
+
+def test_fp8_made_at_load_is_packed_on_a_gpu(ops):
+    layer, weight = Linear(64, {"all": 32}, dtype=torch.bfloat16, device=CPU, method="fp8"), torch.randn(32, 64)
+    layer.load("all", "weight", weight)
+    layer.method.process_weights_after_loading()
+    assert isinstance(layer.method.value, cuda_linear.CUDAPackedWeight)
+    torch.testing.assert_close(layer.weight.float(), weight, rtol=0.07, atol=0.02)
+    layer(torch.zeros(2, 64).bfloat16())
+    assert ops.asked == [2]

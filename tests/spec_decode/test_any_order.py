@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from draft_heads import folders  # noqa: F401 - a fixture
+from draft_heads import folders, with_layer  # noqa: F401 - fixtures
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model_path  # noqa: F401 - a fixture
@@ -20,7 +20,7 @@ SIZES = {
     "max_num_batched_tokens": 24,
 }  # fmt: skip
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, output_kind=RequestOutputKind.CUMULATIVE)
-KINDS = ("ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3", "object")
+KINDS = ("ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3", "mtp", "object")
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,24 @@ class Nothing:
 
 
 @pytest.fixture(scope="module")
-def answer(tiny_model_path):  # noqa: F811
-    """The greedy answer to a prompt, by an engine without drafts that runs one request at a time."""
-    known: dict[tuple[int, ...], list[int]] = {}
-    llm = LLM(tiny_model_path("llama"), enable_prefix_caching=False, num_gpu_blocks=60, **SIZES)
+def answers():
+    """The greedy answer of a model to a prompt, by an engine without drafts that runs one request at a time."""
+    known: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    llms: dict[str, LLM] = {}
 
-    def ask(prompt):
-        if tuple(prompt) not in known:
-            [out] = llm.generate({"prompt_token_ids": prompt}, PARAMS.clone(max_tokens=LONGEST), use_tqdm=False)
-            known[tuple(prompt)] = list(out.outputs[0].token_ids)
-        return known[tuple(prompt)]
+    def ask(path, prompt):
+        key = str(path), tuple(prompt)
+        if key not in known:
+            if key[0] not in llms:
+                llms[key[0]] = LLM(path, enable_prefix_caching=False, num_gpu_blocks=60, **SIZES)
+            params = PARAMS.clone(max_tokens=LONGEST)
+            [out] = llms[key[0]].generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+            known[key] = list(out.outputs[0].token_ids)
+        return known[key]
 
     yield ask
-    llm.llm_engine.close()
+    for llm in llms.values():
+        llm.llm_engine.close()
 
 
 def put_right(propose, answer, rng, requests, view):
@@ -132,6 +137,7 @@ QUICK = {
     "medusa": 1,
     "eagle": 2,
     "eagle3": 3,
+    "mtp": None,
     "object": 3,
 }  # the number of a way
 
@@ -144,9 +150,10 @@ QUICK = {
         for i in range(4)
     ],
 )
-def test_greedy_tokens_never_change_whatever_happens(tiny_model_path, folders, answer, kind, way):  # noqa: F811
+def test_greedy_tokens_never_change_whatever_happens(tiny_model_path, folders, with_layer, answers, kind, way):  # noqa: F811
     overlaps, swap = WAYS[way]
-    path, draft = tiny_model_path("llama"), tiny_model_path("qwen3")
+    path = with_layer("qwen3-next-attention") if kind == "mtp" else tiny_model_path("llama")
+    draft, answer = tiny_model_path("qwen3"), partial(answers, path)
     with load(kind, {"overlaps": overlaps, "swap": swap}, path, draft, folders, answer) as llm:
         scheduler = llm.llm_engine.core.scheduler
 

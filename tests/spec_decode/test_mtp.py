@@ -1,32 +1,18 @@
 """The layer that a checkpoint brings to draft with: its guesses are those of a plain torch model with transformers' own layer."""
 
 import random
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny_models import checkpoint, hf_model, tiny_model_path  # noqa: F401 - a fixture
+from draft_heads import LAST, NAMES, mtp_tensors, with_layer  # noqa: F401 - a fixture
+from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
 from torch.nn import functional
 
 from minivllm import LLM, SamplingParams
 
-H, MOST, LAST = 72, 3, 3
+MOST = 3
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SIZES = {"dtype": "float32", "attention_backend": "sdpa", "max_model_len": 128, "num_gpu_blocks": 60}
-NAMES = {  # by family: what the layer's tensors begin with; norm of the embedding and of the state, matrix, last norm
-    "deepseek-v3": ("model.layers.4.", *(f"model.layers.4.{n}" for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))),
-    "qwen3-next-attention": ("mtp.layers.0.", *(f"mtp.{n}" for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"))),
-}  # fmt: skip
-
-
-def mtp_tensors(name: str) -> dict[str, torch.Tensor]:
-    """The model's last layer again, with norms and a matrix of its own."""
-    g, (prefix, embedding_norm, hidden_norm, fuse, final_norm) = torch.Generator().manual_seed(5), NAMES[name]
-    old = f"model.layers.{LAST}."
-    layer = {n.replace(old, prefix): t for n, t in checkpoint(hf_model(name)).items() if n.startswith(old)}
-    norms = {f"{n}.weight": 1 + torch.randn(H, generator=g) / 4 for n in (embedding_norm, hidden_norm, final_norm)}
-    return layer | norms | {f"{fuse}.weight": torch.randn(H, 2 * H, generator=g) / 9}
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor, offset: float) -> torch.Tensor:
@@ -57,25 +43,8 @@ def guesses(name: str, tokens: list[int], count: int) -> list[int]:
     return said
 
 
-@pytest.fixture(scope="module")
-def with_layer(tiny_model_path, tmp_path_factory):  # noqa: F811
-    """A function from a model's name to a folder of it that holds the layer too."""
-
-    def folder(name):
-        path = tmp_path_factory.mktemp("mtp") / name
-        shutil.copytree(tiny_model_path(name), path)
-        file = path / "model.safetensors"
-        shared = {}
-        if name == "deepseek-v3":  # copies of what the model has
-            shared = {f"model.layers.4.{n}.weight": torch.zeros(3) for n in ("embed_tokens", "shared_head.head")}
-        save_file({n: t.contiguous().clone() for n, t in (load_file(file) | mtp_tensors(name) | shared).items()}, file)
-        return path
-
-    return folder
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_guesses_are_the_layers_own_and_no_answer_changes(with_layer, name):
+def test_guesses_are_the_layers_own_and_no_answer_changes(with_layer, name):  # noqa: F811
     path, rng = with_layer(name), random.Random(1)
     shared = [rng.randrange(250) for _ in range(30)]
     prompts = [shared[: 7 * i] + [rng.randrange(250) for _ in range(rng.randrange(1, 20))] for i in range(3)]

@@ -79,7 +79,7 @@ class Driver:
         return int(function.value or 0)
 
     def allow_shared(self, function: int, size: int, name: str) -> None:
-        """Permit `size` bytes of dynamic shared memory a block: above 48 KB it must be asked for."""
+        """Permit `size` bytes of dynamic shared memory a block: above 48 KB, with what is static, it must be asked for."""
         code = self.cuda.cuFuncSetAttribute(ctypes.c_void_p(function), 8, size)
         self.check(code, f"reserving {size} bytes of shared memory a block for kernel {name}")
 
@@ -164,7 +164,7 @@ class Launch:
         self.kernel, self.driver = kernel, driver()
         ptx = cached_ptx(kernel, cc)
         self.function = self.driver.load(ptx, kernel.name)
-        if kernel.shared_bytes > 48 * 1024:
+        if kernel.shared_bytes:
             self.driver.allow_shared(self.function, kernel.shared_bytes, kernel.name)
         layout = Layout(kernel.signature)
         self.pack = struct.Struct(layout.format).pack_into

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm_kernels.cuda import cache, decode, lora, pointwise, prefill, prefill_hopper, scan
+from minivllm_kernels.cuda import cache, decode, lora, pointwise, prefill, prefill_hopper, quantized, scan
 from minivllm_kernels.cuda.all_reduce import (
     MOST_RANKS,
     PeerMemory,
@@ -33,12 +33,14 @@ from minivllm_kernels.cuda.planning import (
     split_at_chunks,
 )
 from minivllm_kernels.cuda.prefill_hopper import HopperTile, attention_maps, hopper_unsupported, query_map
+from minivllm_kernels.cuda.quantized import Format, choose_tiling
 from minivllm_kernels.cuda.simt import LOG2E, CudaKernel
 
 OLDEST_FP8 = (8, 9)
 """Compute capability of the first cards that convert e4m3 by themselves: Ada."""
 FP8 = torch.float8_e4m3fn
 HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+DTYPES = {name: dtype for dtype, name in HALF.items()}
 
 
 def check(name: str, x: Tensor, shape: tuple, dtype: torch.dtype, device: torch.device) -> None:
@@ -554,6 +556,44 @@ def gemv(x: Tensor, weight: Tensor, gated: bool = False, kind: str = "auto") -> 
     out = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
     numbers = (x.shape[0], width, x.stride(0) // 2, width // 2)
     run(chosen.kernel, x.device, (chosen.blocks, 1), out.data_ptr(), x.data_ptr(), weight.data_ptr(), *numbers)
+    return out
+
+
+def check_packed(format: Format, words: Tensor, scales: Tensor, outputs: int) -> None:
+    """Refuse what is no weight [outputs, format.features] in `format`, padded to a multiple of 32 outputs."""
+    padded, bits = -(-outputs // 32) * 32, 4 if format.kind == "int4" else 8
+    pairs = padded // 2 * (format.features // format.group) * format.scale_words
+    for name, x, size in (("words", words, padded * format.features * bits // 32), ("scales", scales, pairs)):
+        check(name, x.view(-1), (size,), torch.int32, words.device)
+
+
+def quantized_gemv(x: Tensor, format: Format, words: Tensor, scales: Tensor, outputs: int) -> Tensor:
+    """x [T, format.features] @ weight [outputs, format.features].T for T up to 16 and an even number of outputs.
+
+    words, scales: int32, the weight in the order of `minivllm_kernels.cuda.quantized`.
+    """
+    device, rows = words.device, x.shape[0]
+    check("x", x, (None, format.features), DTYPES[format.dtype], device)
+    check_rows("x", x)
+    check_packed(format, words, scales, outputs)
+    if not 0 < rows <= 16 or outputs % 2:
+        raise ValueError(f"the kernel takes 1 to 16 rows and an even number of outputs, not {rows} and {outputs}")
+    tiling, out = choose_tiling(format, outputs, rows), torch.empty(rows, outputs, dtype=x.dtype, device=device)
+    chosen = quantized.quantized_gemv(format, 8 if rows <= 8 else 16, tiling)
+    blocks = min(-(-outputs // (16 * tiling.tiles)), tiling.blocks * _multiprocessors(device))
+    read = out.data_ptr(), x.data_ptr(), words.data_ptr(), scales.data_ptr()
+    run(chosen, device, (blocks, 1), *read, rows, outputs, x.stride(0) // 2, outputs // 2)
+    return out
+
+
+def dequantize(format: Format, words: Tensor, scales: Tensor, first: int, size: int) -> Tensor:
+    """[size, format.features]: the weights of output `first`, a multiple of 16, and those behind it. words, scales: see `quantized_gemv`."""
+    if first % 16 or size < 0 or (first + size) * format.features > words.numel() * (8 if format.kind == "int4" else 4):
+        raise ValueError(f"the weight has no {size} outputs from output {first}, a multiple of 16")
+    out = torch.empty(size, format.features, dtype=DTYPES[format.dtype], device=words.device)
+    grid = -(-size // 16), -(-format.features // (4 * format.step))
+    pointers = out.data_ptr(), words.data_ptr(), scales.data_ptr()
+    run(quantized.dequantize(format), words.device, grid, *pointers, first, size)
     return out
 
 

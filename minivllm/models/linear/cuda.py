@@ -3,10 +3,21 @@
 # Generated from nbs/models/linear/cuda.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from types import ModuleType
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.models.linear.grouped import (
+    GroupedWeight,
+    Matmul,
+    QuantizedWeight,
+    StoredLinear,
+    pack_nibbles,
+    unpack_nibbles,
+)
+from minivllm.models.linear.scaled import FP8, ScaledWeight, quantize_channels
 from minivllm.models.linear.unquantized import TorchLinear
 
 MOST_ROWS = 16
@@ -49,3 +60,216 @@ class FewRowsLinear(TorchLinear):
             return super().apply(x)
         out: Tensor = cuda_kernels().gemv(x, self.weights["weight"])
         return out
+
+
+TILE = 32
+"""Outputs are padded to a multiple of these."""
+ZERO_POINTS = {"bfloat16": 0x4300, "float16": 0x6400}
+"""128 and 1024 in a half: what a number of 4 bits is read into, and its zero point is kept with."""
+
+
+def whole_zero_points(weight: GroupedWeight) -> Tensor | None:
+    """int32 [outputs, groups]: the zero points that the lows of a weight are made of; None if they are no whole numbers to 31."""
+    assert weight.low is not None
+    scale, low = weight.scale.float(), weight.low.float()
+    zero = (-low / scale.masked_fill(scale == 0, 1)).round()
+    fits = torch.equal(zero * -scale, low) and bool((zero >= 0).all()) and bool((zero < 32).all())
+    return zero.int() if fits else None
+
+
+def short_scales(scale: Tensor) -> Tensor:
+    """Scales with 16 bits, if that rounds none of them; else float32."""
+    kinds = (scale.dtype,) if scale.itemsize == 2 else (torch.bfloat16, torch.float16)
+    return next((s for s in map(scale.to, kinds) if torch.equal(s.float(), scale.float())), scale.float())
+
+
+def cuda_format(weight: QuantizedWeight, dtype: torch.dtype) -> Any:
+    """The `Format` that a GPU's kernels read a weight in. This is the rule of what they multiply by.
+
+    int4 with or without whole zero points, int8 without, and fp8, in groups of 32 or of a multiple of 64 (8 bits: 32), or with a scale for
+    each output. Torch writes out all others: code books, other lows, groups of 16.
+
+    Raises:
+        ValueError: there is no kernel for it; says why.
+    """
+    from minivllm_kernels.cuda.quantized import Format
+
+    if dtype not in (torch.bfloat16, torch.float16) or weight.shape[0] % 2:
+        raise ValueError(f"activations are {dtype}, not bfloat16 or float16; or {weight.shape[0]} outputs are odd")
+    name, zeros = str(dtype).removeprefix("torch."), False
+    if isinstance(weight, ScaledWeight):
+        if weight.q.dtype == FP8 and bool((weight.q.view(torch.uint8) & 127 == 127).any()):
+            raise ValueError("it has numbers that are NaN")
+        kind, columns, group = "fp8" if weight.q.dtype == FP8 else "int8", weight.shape[1], weight.block
+        return Format(kind, name, columns, group, "float32")
+    if not isinstance(weight, GroupedWeight) or weight.codes is not None:
+        raise ValueError("its numbers are those of a code book")
+    if weight.low is not None:
+        zeros = weight.bits == 4 and whole_zero_points(weight) is not None
+        if not zeros:
+            raise ValueError("what is added to a group is no whole number of its scale")
+    scale = str(short_scales(weight.scale).dtype).removeprefix("torch.")
+    return Format(f"int{weight.bits}", name, weight.columns, weight.group, scale, zeros)
+
+
+def _by_tiles(x: Tensor) -> Tensor:
+    """[outputs, n], padded, to [tiles, 2, 8, n]: outputs 8 apart are the two halves of a tile."""
+    return F.pad(x, (0, 0, 0, -x.shape[0] % TILE)).view(-1, 2, 8, x.shape[1])
+
+
+def pack_tiles(q: Tensor, bits: int) -> Tensor:
+    """Numbers uint8 [outputs, inputs] as int32 words, in the order in which `minivllm_kernels.cuda.quantized` reads them."""
+    tiles = _by_tiles(q)  # inputs are steps, halves of 32, lanes, slices, pairs, numbers of a pair
+    if bits == 4:
+        nibbles = tiles.unflatten(3, (-1, 2, 4, 2, 2, 2)).permute(0, 3, 2, 5, 4, 6, 8, 7, 1)
+        return pack_nibbles(nibbles.reshape(-1, 8)).view(torch.int32).flatten()
+    return (
+        tiles.unflatten(3, (-1, 4, 2, 2, 2)).permute(0, 3, 2, 4, 5, 6, 7, 1).reshape(-1, 4).view(torch.int32).flatten()
+    )
+
+
+def unpack_tiles(words: Tensor, bits: int, inputs: int) -> Tensor:
+    """The reverse of `pack_tiles`; outputs are still padded."""
+    numbers = words.view(torch.uint8)
+    if bits == 4:
+        tiles = unpack_nibbles(numbers).view(-1, inputs // 64, 8, 4, 2, 2, 2, 2, 2).permute(0, 8, 2, 1, 4, 3, 5, 7, 6)
+    else:
+        tiles = numbers.view(-1, inputs // 32, 8, 4, 2, 2, 2, 2).permute(0, 7, 2, 1, 3, 4, 5, 6)
+    return tiles.reshape(-1, inputs)
+
+
+class CUDAPackedWeight(QuantizedWeight):
+    """A weight in the order of the GPU's kernels. Activations stay as they are, also where a checkpoint would have them rounded.
+
+    Args:
+        format: `cuda_format` of the weight.
+    """
+
+    def __init__(self, weight: GroupedWeight | ScaledWeight, format: Any) -> None:
+        self.format, self._shape = format, weight.shape
+        self.order, self.inputs = (weight.order, weight.inputs) if isinstance(weight, GroupedWeight) else (None, None)
+        self.bits = 4 if format.kind == "int4" else 8
+        self.words = pack_tiles(unpack_nibbles(weight.q) if self.bits == 4 else weight.q.view(torch.uint8), self.bits)
+        scale = weight.scale.to(getattr(torch, format.scale))
+        self.scales = _by_tiles(scale).permute(0, 3, 2, 1).contiguous().view(torch.int32)
+        if format.zeros:
+            assert isinstance(weight, GroupedWeight)
+            zero = _by_tiles(whole_zero_points(weight)).permute(0, 3, 2, 1) + (ZERO_POINTS[format.dtype] - 0x8000)
+            self.scales = torch.cat((self.scales, zero.to(torch.int16).contiguous().view(torch.int32)), -1)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    def apply(self, x: Tensor, matmul: Matmul = F.linear) -> Tensor:
+        """See `QuantizedWeight`. More than `MOST_ROWS` rows are multiplied by torch, with the weight written out in slices."""
+        ops, outputs = cuda_kernels(), self._shape[0]
+        if self.order is not None:
+            x = (x if self.inputs is None else F.pad(x, (0, 1))).index_select(1, self.order)
+        if 0 < x.shape[0] <= MOST_ROWS:
+            few: Tensor = ops.quantized_gemv(x, self.format, self.words, self.scales, outputs)
+            return few
+        out, each = [], max(AT_ONCE // self.format.features // TILE, 1) * TILE
+        for first in range(0, outputs, each):
+            size = min(each, outputs - first)
+            out.append(matmul(x, ops.dequantize(self.format, self.words, self.scales, first, size)))
+        return out[0] if len(out) == 1 else torch.cat(out, 1)
+
+    def unpacked(self) -> GroupedWeight | ScaledWeight:
+        """The weight as it came."""
+        format, outputs, kind = self.format, self._shape[0], getattr(torch, self.format.scale)
+
+        def outputs_of(pairs: Tensor) -> Tensor:
+            return pairs.permute(0, 3, 2, 1).reshape(-1, pairs.shape[1])[:outputs]
+
+        q = unpack_tiles(self.words, self.bits, format.features)[:outputs]
+        scale, low = outputs_of(self.scales[..., : kind.itemsize // 2].contiguous().view(kind)), None
+        if format.zeros:
+            halves = outputs_of(self.scales[..., 1:].contiguous().view(torch.int16)).int()
+            low = (halves - (ZERO_POINTS[format.dtype] - 0x8000)) * -scale.float()
+        if format.kind == "fp8":
+            return ScaledWeight(q.view(FP8), scale, format.group)
+        q = pack_nibbles(q) if self.bits == 4 else q.view(torch.int8)
+        return GroupedWeight(q, scale, low, order=self.order, inputs=self.inputs)
+
+    def dequantize(self) -> Tensor:
+        """See `QuantizedWeight`."""
+        return self.unpacked().dequantize()
+
+    def narrow(self, dim: int, start: int, length: int) -> Any:
+        """Some outputs or inputs, as they came."""
+        return self.unpacked().narrow(dim, start, length)
+
+    def __getitem__(self, rows: Any) -> Any:
+        return self.unpacked()[rows]
+
+    def joined(self, below: Any) -> Any:
+        """None: what is packed is not joined any more."""
+        return None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See `QuantizedWeight`."""
+        return {"words": self.words, "scales": self.scales}
+
+
+AT_ONCE = 1 << 27
+"""Numbers of a weight that are written out at once, to be multiplied by torch."""
+
+
+def packed(weight: Any, dtype: torch.dtype) -> Any:
+    """A weight in the order of the kernels; as it is, if it is not quantized, or there is no kernel for it, or no GPU."""
+    if not isinstance(weight, GroupedWeight | ScaledWeight):
+        return weight
+    if FewRowsLinear().problem(64, 64, dtype, weight.q.device):
+        return weight
+    try:
+        format = cuda_format(weight, dtype)
+    except ValueError:
+        return weight
+    return CUDAPackedWeight(weight, format)
+
+
+class CUDAStoredLinear(StoredLinear):
+    """`StoredLinear` with weights multiplied by the GPU's kernels if there are any for them; torch writes out the others."""
+
+    capturable = True
+
+    def process_weights_after_loading(self) -> None:
+        """See `LinearMethod`."""
+        if self.loaded:
+            super().process_weights_after_loading()
+            self.values = [packed(value, self.dtype) for value in self.values]
+
+    @property
+    def memory(self) -> Tensor | None:
+        value = self.values[0] if len(self.values) == 1 else None
+        return value.words if isinstance(value, CUDAPackedWeight) else super().memory
+
+
+class FP8Linear(TorchLinear):
+    """A weight that is rounded to fp8 when it is loaded. Where no kernel of a GPU takes it, activations are rounded, too, token by token."""
+
+    capturable = True
+
+    def problem(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str | None:
+        """See `LinearMethod`."""
+        return None if dtype.is_floating_point else f"fp8 weights are made from floats, not from {dtype}"
+
+    def process_weights_after_loading(self) -> None:
+        """See `LinearMethod`."""
+        if "weight" in self.weights:
+            weight = self.weights.pop("weight")
+            self.dtype, self.value = weight.dtype, packed(quantize_channels(weight, FP8), weight.dtype)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """See `LinearMethod`."""
+        out = self.value.apply(x)
+        return out if self.bias is None else out + self.bias
+
+    @property
+    def weight(self) -> Tensor:
+        return self.weights["weight"] if "weight" in self.weights else self.value.dequantize().to(self.dtype)
+
+    @property
+    def memory(self) -> Tensor | None:
+        return None

@@ -27,7 +27,7 @@ _METHODS: dict[str, str | Callable[[], LinearMethod]] = {
     "cpu": "minivllm.models.linear.cpu:CPULinear",
     "cpu_invariant": "minivllm.models.linear.cpu:CPUInvariantLinear",
     "gemv": "minivllm.models.linear.cuda:FewRowsLinear",
-    "fp8": "minivllm.models.linear.scaled:FP8Linear",
+    "fp8": "minivllm.models.linear.cuda:FP8Linear",
     **dict.fromkeys(QUANTIZED, "minivllm.models.linear.quantized:quantized_linear"),
 }
 
@@ -93,6 +93,10 @@ def stored_linear(name: str, parts: Mapping[str, int], dtype: torch.dtype) -> St
         from minivllm.models.linear.quantized import CPUStoredLinear
 
         return CPUStoredLinear(parts, dtype)
+    if name == "gemv":
+        from minivllm.models.linear.cuda import CUDAStoredLinear
+
+        return CUDAStoredLinear(parts, dtype)
     return StoredLinear(parts, dtype)
 
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.models.linear.grouped import Matmul, QuantizedWeight
-from minivllm.models.linear.unquantized import TorchLinear
 
 FP8 = torch.float8_e4m3fn
 LARGEST = {FP8: 448.0, torch.int8: 127.0}
@@ -112,32 +111,3 @@ def quantize_channels(weight: Tensor, dtype: torch.dtype, activations: str = "to
     """A weight [outputs, inputs] rounded, with a scale for each output."""
     scale = scale_of(weight, dtype)
     return ScaledWeight(round_to(weight, dtype, scale), scale, weight.shape[1], activations)
-
-
-class FP8Linear(TorchLinear):
-    """A weight that is rounded to fp8 when it is loaded; activations are rounded token by token."""
-
-    capturable = True
-
-    def problem(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str | None:
-        """See `LinearMethod`."""
-        return None if dtype.is_floating_point else f"fp8 weights are made from floats, not from {dtype}"
-
-    def process_weights_after_loading(self) -> None:
-        """See `LinearMethod`."""
-        if "weight" in self.weights:
-            weight = self.weights.pop("weight")
-            self.dtype, self.value = weight.dtype, quantize_channels(weight, FP8)
-
-    def apply(self, x: Tensor) -> Tensor:
-        """See `LinearMethod`."""
-        out = self.value.apply(x)
-        return out if self.bias is None else out + self.bias
-
-    @property
-    def weight(self) -> Tensor:
-        return self.weights["weight"] if "weight" in self.weights else self.value.dequantize().to(self.dtype)
-
-    @property
-    def memory(self) -> Tensor | None:
-        return None

@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
+from cuda_weights import WEIGHTS, random_weight
 from paged_numpy import from_fp8, relative_error, to_float, to_fp8, to_half, words
 
-from minivllm_kernels.cuda import cache, gemv, pointwise, simt, warp, warp_sim
+from minivllm.models.linear.cuda import CUDAPackedWeight, cuda_format
+from minivllm_kernels.cuda import cache, gemv, pointwise, quantized, simt, warp, warp_sim
 from minivllm_kernels.cuda.simt import cuda
 from minivllm_kernels.cuda.warp import fmax, ldmatrix_x4, ldmatrix_x4_trans, movmatrix, shfl_xor, smem_addr
 
@@ -286,3 +289,58 @@ def test_the_choice_of_a_gemv_reaches_every_output_and_fills_the_card(rows, gate
         tasks = size // (4 if gated else 2) if rows == 1 else -(-size // 16)
         assert warps % tasks < most and most // 2 <= warps // tasks <= most
         assert warps >= 132 * (16 if rows == 1 else 6) or warps // tasks == most
+
+
+TILINGS = {  # rows of the kernel, rows, outputs, blocks; tiling
+    "int4": (8, 3, 50, 2, (1, 2, 2, 1, 1)),
+    "int4 with zero points": (16, 11, 98, 2, (2, 2, 4, 1, 1)),
+    "int4 in groups of 32": (8, 5, 20, 2, (1, 2, 4, 1, 1)),
+    "int4 by outputs": (8, 8, 38, 1, (1, 2, 4, 1, 1)),
+    "act-order": (8, 2, 16, 1, (1, 1, 2, 1, 1)),
+    "int8": (8, 1, 34, 1, (2, 2, 2, 1, 1)),
+    "fp8 in blocks": (16, 16, 34, 2, (1, 2, 4, 2, 2)),
+    "fp8 by outputs": (8, 7, 98, 2, (2, 2, 2, 1, 1)),
+}
+
+
+def u32(tensor):
+    return tensor.view(torch.int32).numpy().view(np.uint32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_quantized_gemv(name, dtype):
+    built, rows, size, blocks, tiling = TILINGS[name]
+    weight, kind, tiling = random_weight(name, size), getattr(torch, dtype), quantized.Tiling(*tiling)
+    packed = CUDAPackedWeight(weight, cuda_format(weight, kind))
+    features = packed.format.features
+    wide, out = (torch.full(shape, torch.nan, dtype=kind) for shape in ((rows, features + 8), (rows + 2, size + 2)))
+    x = torch.randn(rows, features, dtype=kind)
+    wide[:, :features] = x if packed.order is None else x[:, packed.order]
+    given = u32(out), u32(wide), u32(packed.words), u32(packed.scales)
+    numbers = rows, size, features // 2 + 4, size // 2 + 1
+    quantized.quantized_gemv(packed.format, built, tiling).simulate((blocks, 1), *given, *numbers)
+    want = x.double() @ weight.dequantize().double().T
+    assert relative_error(out[:rows, :size].double().numpy(), want.numpy()) < TOLERANCE[dtype]
+    assert out[rows:].isnan().all() and out[:, size:].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["int4 with zero points", "int4 in groups of 32", "int8", "fp8 in blocks"])
+def test_dequantize(name):
+    weight = random_weight(name, 40)
+    packed = CUDAPackedWeight(weight, cuda_format(weight, torch.bfloat16))
+    format, out = packed.format, torch.full((19, packed.format.features), torch.nan, dtype=torch.bfloat16)
+    grid = 2, -(-format.features // (4 * format.step))
+    quantized.dequantize(format).simulate(grid, u32(out), u32(packed.words), u32(packed.scales), 16, 18)
+    assert torch.equal(out[:18], weight.dequantize()[16:34].bfloat16()) and out[18].isnan().all()
+
+
+def test_formats_that_there_are_not():
+    for wrong in ({"features": 96}, {"group": 48}, {"group": 96}, {"kind": "int5"}, {"zeros": True}):
+        with pytest.raises(ValueError, match="no such kernel"):
+            quantized.Format(
+                **{"kind": "int4", "dtype": "bfloat16", "features": 192, "group": 64, "scale": "float32"} | wrong
+            )
+    with pytest.raises(ValueError, match="no such kernel"):
+        format = quantized.Format("fp8", "bfloat16", 64, 64, "float32")
+        quantized.quantized_gemv(format, 4, quantized.Tiling(1, 1, 2, 1, 1))
