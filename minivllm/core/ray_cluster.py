@@ -20,6 +20,7 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_
 _LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one machine, 127.0.0.1
     "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",  # Ray would run its workers behind everybody else
     "RAY_worker_register_timeout_seconds": "600",  # a busy machine takes longer than Ray's minute to import torch
 }
 

@@ -11,6 +11,7 @@ from tiny_models import tiny_model_path
 from minivllm.core.clock import WallClock
 from minivllm.core.config import EngineArgs
 from minivllm.core.output import EngineCoreOutput
+from minivllm.core.ray_cluster import cluster_folder
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.routing import LeastLoaded, RoundRobin
 from minivllm.engine.async_llm import AsyncLLM
@@ -144,7 +145,11 @@ def test_one_engine_refuses_to_be_several():
 
 
 @pytest.mark.slow
-def test_two_real_replicas_give_the_tokens_of_one(tiny_model_path):
+@pytest.mark.parametrize("backend", [None, pytest.param("ray", marks=pytest.mark.long)])
+def test_two_real_replicas_give_the_tokens_of_one(backend, tiny_model_path):
+    """By Ray, each has two ranks, and one cluster serves both."""
+    if backend == "ray":
+        pytest.importorskip("ray", reason="needs Ray: pip install 'minivllm[scale]'")
     path = str(tiny_model_path("llama"))
     sizes = {"dtype": "float32", "device": "cpu", "num_gpu_blocks": 40, "max_model_len": 128}
     greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -154,7 +159,8 @@ def test_two_real_replicas_give_the_tokens_of_one(tiny_model_path):
     llm.llm_engine.close()
 
     async def main() -> None:
-        args = EngineArgs(model=path, data_parallel_size=2, **sizes)
+        ranks = {"distributed_executor_backend": backend, "tensor_parallel_size": 2 if backend else 1}
+        args = EngineArgs(model=path, data_parallel_size=2, **ranks, **sizes)
         engine = AsyncLLM.from_engine_args(args, engine_in="process", router=RoundRobin())
 
         async def one(prompt: str) -> str:
@@ -165,12 +171,14 @@ def test_two_real_replicas_give_the_tokens_of_one(tiny_model_path):
         assert await asyncio.gather(*map(one, prompts)) == want
         front = engine.llm_engine.core
         assert all(core.get_stats()["num_steps"] > 0 for core in front.cores)
+        assert [(replica, why) for _, _, replica, why in front.decisions] == [(i % 2, "its turn") for i in range(6)]
         front.cores[1].process.kill()
         with pytest.raises(Exception, match="was killed by SIGKILL"):
             for prompt in prompts:
                 await one(prompt)
         engine.shutdown()
         assert all(core.process.poll() is not None for core in front.cores)
+        assert cluster_folder() is None
 
     asyncio.run(main())
     assert issubclass(EngineProcessError, RuntimeError)

@@ -27,8 +27,8 @@ def split_cache(cache: np.ndarray, head_dim: int) -> tuple[np.ndarray, np.ndarra
 
 (KEYS, VALUES, STRIDE_K, STRIDE_V, SLOTS, WRITE_CACHE, WRITE_HEADS, WRITE_SCALES) = range(OWN, OWN + 8)
 """Arguments of `write`: addresses of k and v, numbers from one token to the next in each, address of the slots (int64),
-address of the cache, key-value heads, address of what numbers for an fp8 cache are multiplied by (float32 [2], for keys and for
-values). The work items are tokens."""
+address of the cache, key-value heads; for an fp8 cache, address of what the numbers are multiplied by (float32 [2], for keys and
+for values). The work items are tokens."""
 jit = njit(error_model="numpy")
 
 
@@ -37,7 +37,7 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
 
     Keys of `lanes` tokens that fill places side by side are transposed in registers, those of others go number by number.
     """
-    part, RUN = head_dim * block_size, lanes if bits == kv_bits else 1
+    part, RUN, EIGHT, ONE = head_dim * block_size, lanes if bits == kv_bits else 1, kv_bits == 8, np.float32(1)
 
     @jit
     def move_key(cache, to, k, source, _stride, _factor):
@@ -64,7 +64,7 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
         for d in range(0, head_dim, lanes):
             transpose(cache, to + d * block_size, block_size, k, source + d, stride, lanes)
 
-    write_key, write_value = (round_key, round_value) if kv_bits == 8 else (move_key, move_value)
+    write_key, write_value = (round_key, round_value) if EIGHT else (move_key, move_value)
     write_keys = write_square if bits == kv_bits else write_key
 
     @jit
@@ -81,7 +81,10 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
     def body(args):
         k, v, slots = floats_at(args[KEYS], bits), floats_at(args[VALUES], bits), ints_at(args[SLOTS], 64)
         cache, heads = floats_at(args[WRITE_CACHE], kv_bits), args[WRITE_HEADS]
-        stride_k, stride_v, factors = args[STRIDE_K], args[STRIDE_V], floats_at(args[WRITE_SCALES], 32)
+        stride_k, stride_v, factor_k, factor_v = args[STRIDE_K], args[STRIDE_V], ONE, ONE
+        if EIGHT:
+            factors = floats_at(args[WRITE_SCALES], 32)
+            factor_k, factor_v = factors[0], factors[1]
         at_once = 8 if args[1] <= 64 else 64
         while True:
             token = claim(args, 0, at_once)
@@ -94,12 +97,12 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
                 for h in range(heads if slots[token] >= 0 else 0):
                     to, source = (block * heads + h) * 2 * part, token * stride_k + h * head_dim
                     if run > 1:
-                        write_keys(cache, to + place, k, source, stride_k, factors[0])
+                        write_keys(cache, to + place, k, source, stride_k, factor_k)
                     else:
-                        write_key(cache, to + place, k, source, stride_k, factors[0])
+                        write_key(cache, to + place, k, source, stride_k, factor_k)
                     for i in range(run):
                         to_value, source = to + part + (place + i) * head_dim, (token + i) * stride_v + h * head_dim
-                        write_value(cache, to_value, v, source, factors[1])
+                        write_value(cache, to_value, v, source, factor_v)
                 token += run
 
     return body
