@@ -177,7 +177,7 @@ def _start_or_join(ray: Any, address: str | None, ray_constants: Any) -> None:
             return
         except Exception as error:
             ray.shutdown()
-            _end_guard()
+            _end_guard(b"")  # part of it may run
             if attempt == 2:
                 raise ConnectionError(f"a Ray cluster does not start here: {error}") from error
             logger.warning("a Ray cluster has not started; trying once more: %s", error)
@@ -191,7 +191,7 @@ def _without_slow_imports(folder: str) -> str:
     return os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
 
 
-def _end_guard() -> None:
+def _end_guard(message: bytes = b"all is well") -> None:
     if _Connection.guard is not None:
-        _Connection.guard.communicate(b"all is well")
+        _Connection.guard.communicate(message)
     _Connection.guard, _Connection.folder = None, ""

@@ -177,11 +177,11 @@ class Session:
         if part and len(self._in_flight) < self._stages:
             self.clock.advance_to(self._first_stage)
             return []
-        end, *step = self._in_flight.popleft()
+        end, scheduled, sampled, exhausted = self._in_flight.popleft()
         self.clock.advance_to(end)
         if not part and not self._in_flight and self._later:
             self.clock.advance_to(self._later[0][0])
-        return self._update(*step)
+        return self._update(scheduled, sampled, exhausted)
 
     def end(self, request_id: str) -> None:
         """Abort a request if it has not ended, and let its follow-up come."""

@@ -578,7 +578,10 @@ def quantized_gemv(x: Tensor, format: Format, words: Tensor, scales: Tensor, out
     check_packed(format, words, scales, outputs)
     if not 0 < rows <= 16 or outputs % 2:
         raise ValueError(f"the kernel takes 1 to 16 rows and an even number of outputs, not {rows} and {outputs}")
-    tiling, out = choose_tiling(format, outputs, rows), torch.empty(rows, outputs, dtype=x.dtype, device=device)
+    tiling, out = (
+        choose_tiling(outputs, _multiprocessors(device)),
+        torch.empty(rows, outputs, dtype=x.dtype, device=device),
+    )
     chosen = quantized.quantized_gemv(format, 8 if rows <= 8 else 16, tiling)
     blocks = min(-(-outputs // (16 * tiling.tiles)), tiling.blocks * _multiprocessors(device))
     read = out.data_ptr(), x.data_ptr(), words.data_ptr(), scales.data_ptr()

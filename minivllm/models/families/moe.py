@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from minivllm.models.families.dense import granite, neighbours_rotated
+from minivllm.models.families.media import text_config, text_name
 from minivllm.models.mixers.attention import SelfAttentionSpec
 from minivllm.models.mixers.base import MixerSpec
 from minivllm.models.mixers.mlp import ClampedMLPSpec, GatedMLPSpec
@@ -23,6 +24,7 @@ from minivllm.models.spec import (
     read_common,
     read_mlp,
     read_window_per_layer,
+    spec_from_config,
     windowed_layers,
     windows_from_types,
 )
@@ -243,3 +245,11 @@ def llama4(r: ConfigReader) -> DecoderSpec:
     stacks = tuple(Unpack(rule.suffix, lambda t, rule=rule: rule.parts(t.transpose(1, 2))) for rule in rules)  # type: ignore[misc]
     unpack = stacks + neighbours_rotated(layers[0].mixer)  # type: ignore[arg-type]
     return DecoderSpec(**read_common(r, eps=1e-5), layers=layers, unpack=unpack)
+
+
+@family("Llama4ForConditionalGeneration", "llama4")
+def llama4_published(r: ConfigReader) -> DecoderSpec:
+    """Llama 4 as it is published, of which the text model is run; pictures are refused."""
+    for name in ("vision_config", "boi_token_index", "eoi_token_index", "image_token_index"):
+        r.get(name)
+    return replace(spec_from_config(text_config(r)), family=r.family, rename=text_name)
