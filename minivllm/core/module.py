@@ -171,7 +171,7 @@ def capture_problem(module: Module) -> str | None:
         if not isinstance(part, Module):
             return f"{getattr(part, '__qualname__', cls.__qualname__)} is code of its own in the place of a part"
         declared = vars(cls).get("capturable")
-        if not (declared.fget(part) if isinstance(declared, property) else declared):
+        if not (declared.__get__(part) if isinstance(declared, property) else declared):
             return f"{cls.__qualname__} is not declared capturable"
         if cls.is_patched or any(
             vars(part).keys() & c._written.keys() for c in cls.__mro__ if isinstance(c, ModuleType)

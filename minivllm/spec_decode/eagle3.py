@@ -75,7 +75,7 @@ class Eagle3Proposer(EagleProposer):
     ) -> None:
         super().__init__(host, decoder, fuse, embedding)
         self.output, self.token_map = output, token_map
-        self.last_norm, decoder.final_norm = decoder.final_norm, NoNorm()  # type: ignore[assignment]
+        self.last_norm, decoder.final_norm = decoder.final_norm, NoNorm()
         host.target.taps = taps
 
     def _features(self, hidden: Tensor) -> Tensor:

@@ -154,7 +154,9 @@ class CUDAPackedWeight(QuantizedWeight):
         self.scales = _by_tiles(scale).permute(0, 3, 2, 1).contiguous().view(torch.int32)
         if format.zeros:
             assert isinstance(weight, GroupedWeight)
-            zero = _by_tiles(whole_zero_points(weight)).permute(0, 3, 2, 1) + (ZERO_POINTS[format.dtype] - 0x8000)
+            whole = whole_zero_points(weight)
+            assert whole is not None  # `cuda_format` has looked
+            zero = _by_tiles(whole).permute(0, 3, 2, 1) + (ZERO_POINTS[format.dtype] - 0x8000)
             self.scales = torch.cat((self.scales, zero.to(torch.int16).contiguous().view(torch.int32)), -1)
 
     @property

@@ -174,7 +174,7 @@ class MoE(Mixer):
     shared_gate: Linear
 
     @property
-    def capturable(self) -> bool:
+    def capturable(self) -> bool:  # type: ignore[override]
         """Whether no number of rows is asked for on the host: only by grouped matmuls, and before Hopper torch asks for them even there."""
         fast = self.stacked and torch.cuda.get_device_capability(self.stacked[0].device) >= (9, 0)
         return bool(fast and self._grouped_linears())
