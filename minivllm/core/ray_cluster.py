@@ -88,7 +88,7 @@ def join_cluster() -> Any:
     Raises:
         ImportError: Ray is not installed. ConnectionError: there is no cluster at `RAY_ADDRESS`, or it does not start.
     """
-    address = os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS") or None
     with _changed_environment(_LOOPBACK if _is_here(address) else {}):
         ray = import_ray()
         if _Connection.users == 0:

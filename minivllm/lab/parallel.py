@@ -76,23 +76,26 @@ class Parallel(CostModel):
         self, device: str | Device = "h100", model: str | ModelShape = "llama-3.1-8b", *, tensor: int = 1, pipeline: int = 1,
         link: str | Link = "nvlink", by_expert: bool = False, dispatch: str = "all_reduce",
     ) -> None:  # fmt: skip
-        self.device, self.model, self.link = (
-            known(device, DEVICES, "device"),
-            known(model, MODELS, "model"),
-            known(link, LINKS, "link"),
-        )
+        self.device, self.model = known(device, DEVICES, "device"), known(model, MODELS, "model")
+        self.link = known(link, LINKS, "link")
         self.tensor, self.stages, self.by_expert, self.dispatch = tensor, pipeline, by_expert, dispatch
         m = self.model
         if dispatch not in ("all_reduce", "all_to_all") or (by_expert and not m.num_experts):
             raise ValueError(
                 f"dispatch must be all_reduce or all_to_all, and by_expert needs experts; got {dispatch!r} for {m.name}"
             )
+        if dispatch == "all_to_all" and not by_expert:
+            raise ValueError("dispatch='all_to_all' needs by_expert=True")
         shares = {"heads": m.num_heads, "rows of the MLP": m.intermediate_size} | (
             {"experts": m.num_experts} if by_expert else {}
         )
         for what, count in shares.items():
             if tensor < 1 or count % tensor:
                 raise ValueError(f"{count} {what} of {m.name} cannot be split among {tensor} ranks equally")
+        if m.num_kv_heads % tensor and tensor % m.num_kv_heads:
+            raise ValueError(
+                f"{m.num_kv_heads} key-value heads of {m.name} cannot be split among, or repeated on, {tensor} ranks equally"
+            )
         if not 1 <= pipeline <= m.num_layers:
             raise ValueError(f"{m.num_layers} layers of {m.name} cannot be {pipeline} stages")
         rank = replace(

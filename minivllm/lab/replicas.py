@@ -52,23 +52,27 @@ class Fleet:
     Attributes:
         requests: one row per request, as `Run.requests`, and the number of its `replica`.
         decisions: (seconds, request id, replica, reason) of each choice of the router.
+        refused: ids of requests that an engine's scheduler would not take, with its reason.
     """
 
     name: str
     requests: pd.DataFrame
     decisions: list[tuple[float, str, int, str]] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def hit_rate(self) -> float:
-        """Prompt tokens that were cached, as a share of all."""
-        return float(self.requests.num_cached_tokens.sum() / self.requests.num_prompt_tokens.sum())
+        """Prompt tokens that were cached, as a share of all; NaN if there were none."""
+        prompts = self.requests.num_prompt_tokens.sum()
+        return float(self.requests.num_cached_tokens.sum() / prompts) if prompts else float("nan")
 
     def __repr__(self) -> str:
         r = self.requests
-        return (
+        text = (
             f"Fleet({self.name}: {len(r)} requests on {r.replica.nunique()} engines, hits {self.hit_rate:.1%}, "
-            f"ttft median {r.ttft.median():.3f} s, p99 {r.ttft.quantile(0.99):.3f} s)"
+            f"ttft median {r.ttft.median():.3f} s, p99 {r.ttft.quantile(0.99):.3f} s"
         )
+        return text + (f", {len(self.refused)} refused)" if self.refused else ")")
 
 
 def _run(
@@ -113,7 +117,12 @@ def simulate_replicas(
         router: see `core.routing`; None for `RoundRobin`.
         num_replicas: number of engines.
         config, cost_model: of each, see `simulate`.
+
+    Raises:
+        ValueError: no engine.
     """
+    if num_replicas < 1:
+        raise ValueError(f"num_replicas must be at least 1, got {num_replicas}")
     router, cost = router or RoundRobin(), cost_model or Roofline()
     settings, (front, ticket) = make_settings(config, None, cost), _arrivals(source)
     engines = [_Engine(front, ticket, settings, None, cost) for _ in range(num_replicas)]
@@ -127,14 +136,14 @@ def simulate_replicas(
         engines[chosen].take(request, now)
 
     _run(engines, front, place)
-    return Fleet(type(router).__name__, _table(engines), decisions)
+    return Fleet(type(router).__name__, _table(engines), decisions, [one for e in engines for one in e.refused])
 
 
 def _table(engines: list[_Engine]) -> pd.DataFrame:
     import pandas as pd
 
     tables = [engine.meter.to_pandas().assign(replica=i) for i, engine in enumerate(engines)]
-    return pd.concat([table for table in tables if len(table)], ignore_index=True)
+    return pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
 
 
 class SharedBlocks(KVConnector):
@@ -228,4 +237,4 @@ def simulate_pd(
     table["arrival"] -= late
     for name in ("queue_time", "ttft", "e2e"):
         table[name] += late
-    return Fleet("P and D", table)
+    return Fleet("P and D", table, refused=p.refused + d.refused)

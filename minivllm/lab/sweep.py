@@ -35,7 +35,12 @@ def _one(
 ) -> dict[str, Any]:
     """A point of the grid. Names that `simulate` does not have are settings."""
     own = {name: value for name, value in point.items() if name in ("policy", "cost_model", "preemption", "workload")}
-    config = {**options.get("config", {}), **{name: value for name, value in point.items() if name not in own}}
+    settings = {name: value for name, value in point.items() if name not in own}
+    config = options.get("config")
+    if settings:
+        if not isinstance(config, dict | None):
+            raise TypeError(f"a grid of settings needs config as a dict, got {config!r}")
+        config = {**(config or {}), **settings}
     source = own.pop("workload", source)
     return keep(simulate(source, record=False, **{**options, **own, "config": config}))
 
@@ -58,7 +63,7 @@ def sweep(
         grid: values by name: settings (`num_gpu_blocks`, `max_num_seqs`, ...), `policy`, `cost_model`, `preemption`, or `workload`.
         source: what is simulated, if `grid` has no `workload`.
         on: "processes" of this machine, "ray" for the cluster that `core.ray_cluster` finds, or "here", one after the other.
-        workers: processes; None for as many as there are cores.
+        workers: number of processes, for on="processes"; None for as many as there are cores.
         keep: makes a row of the table from a run.
         options: of `simulate`, for all.
 
@@ -66,7 +71,8 @@ def sweep(
         One row for each combination, the last name of the grid varying fastest: its values, and what `keep` returned.
 
     Raises:
-        ValueError: an unknown `on`, no source, or processes on a system that cannot fork. What a simulation raises.
+        ValueError: an unknown `on`, `workers` without processes, no source, or processes on a system that cannot fork.
+        TypeError: a grid of settings, and a `config` that is no dict. What a simulation raises.
     """
     import pandas as pd
 
@@ -76,6 +82,8 @@ def sweep(
     ways = {"here": _here, "processes": _in_processes, "ray": _on_ray}
     if on not in ways:
         raise ValueError(f"on must be one of {', '.join(ways)}; got {on!r}")
+    if workers is not None and on != "processes":
+        raise ValueError(f'workers goes with on="processes", not with on={on!r}')
     rows = ways[on](source, points, options, keep, workers or os.cpu_count() or 1)
     named = [{name: getattr(value, "name", value) for name, value in point.items()} for point in points]
     return pd.DataFrame([name | row for name, row in zip(named, rows, strict=True)])

@@ -17,7 +17,7 @@ from minivllm.models.mixers.attention import SelfAttention, SelfAttentionSpec
 from minivllm.models.mixers.base import LinearSpec, register_mixer
 from minivllm.models.spec import DecoderSpec, WeightNames
 from minivllm.spec_decode.draft_model import DraftHost, read_drafter
-from minivllm.spec_decode.heads import EagleProposer, check_target, read_tensors, take, widen
+from minivllm.spec_decode.heads import EagleProposer, check_target, read_tensors, take, take_if_there, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +162,9 @@ def load_eagle3(host: DraftHost) -> Eagle3Proposer:
     def on(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(target.device, target.dtype, copy=True)
 
-    fuse, bias = take(tensors, "fc.weight", (size, len(taps) * size), where), tensors.pop("fc.bias", None)
-    embedding = tensors.pop("embed_tokens.weight", None)
+    fuse = take(tensors, "fc.weight", (size, len(taps) * size), where)
+    bias = take_if_there(tensors, "fc.bias", (size,), where)
+    embedding = take_if_there(tensors, "embed_tokens.weight", (vocab, size), where)
     own = "lm_head.weight" in tensors or token_map is not None
     output = take(tensors, "lm_head.weight", (known, size), where) if own else None
     longest = min(spec.max_model_len, host.config.scheduler.max_model_len)

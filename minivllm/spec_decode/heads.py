@@ -37,6 +37,11 @@ def take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: A
     return tensor
 
 
+def take_if_there(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: Any) -> Tensor | None:
+    """`take`, or None if the checkpoint has no such tensor."""
+    return take(tensors, name, shape, where) if name in tensors else None
+
+
 class MedusaProposer:
     """Guesses each of the next tokens with a head of its own on the target's hidden state (Cai et al. 2024, arXiv 2401.10774).
 
@@ -256,7 +261,8 @@ def load_eagle(host: DraftHost) -> EagleProposer:
         return tensor.to(target.device, target.dtype, copy=True)
 
     fuse = on(take(tensors, "fc.weight", (size, 2 * size), where))
-    bias, embedding = (tensors.pop(name, None) for name in ("fc.bias", "embed_tokens.weight"))
+    bias = take_if_there(tensors, "fc.bias", (size,), where)
+    embedding = take_if_there(tensors, "embed_tokens.weight", (target.spec.vocab_size, size), where)
     longest = min(spec.max_model_len, host.config.scheduler.max_model_len)
     decoder = Decoder(spec, host.backend, target.dtype, target.device, max_model_len=longest)
     decoder.load_weights([*tensors.items(), ("-", torch.zeros(1, size)), ("-.weight", torch.ones(size))])

@@ -11,7 +11,7 @@ from minivllm.core.routing import LeastLoaded, PrefixAware, RoundRobin
 from minivllm.lab.cost import MODELS, Constant, CostModel, Device, ModelShape, Roofline, StepWork
 from minivllm.lab.parallel import Link, Parallel, Transfers
 from minivllm.lab.replicas import simulate_pd, simulate_replicas
-from minivllm.lab.simulation import simulate
+from minivllm.lab.simulation import make_settings, simulate
 from minivllm.lab.sweep import sweep
 from minivllm.lab.workload import chat, poisson
 
@@ -93,12 +93,17 @@ def test_experts_that_are_read():
         ({"tensor": 3}, "32 heads of llama-3.1-8b cannot be split among 3 ranks equally"),
         ({"pipeline": 33}, "32 layers of llama-3.1-8b cannot be 33 stages"),
         ({"by_expert": True}, "by_expert needs experts"),
+        ({"dispatch": "all_to_all"}, "dispatch='all_to_all' needs by_expert=True"),
+        (
+            {"model": ModelShape("odd", 2, 576, 12, 3, 48, 1536, 1000), "tensor": 2},
+            "3 key-value heads of odd cannot be split among, or repeated on, 2 ranks equally",
+        ),
         ({"link": "nvlnk"}, "unknown link 'nvlnk'; did you mean 'nvlink'"),
     ],
 )
 def test_what_cannot_be_split_is_said(options, message):
     with pytest.raises(ValueError, match=message):
-        Parallel("h100", "llama-3.1-8b", **options)
+        Parallel(**{"device": "h100", "model": "llama-3.1-8b"} | options)
 
 
 class Staged(CostModel):
@@ -188,6 +193,17 @@ def test_prompts_on_one_engine_and_answers_on_another():
         simulate_pd(source, decode=Constant(0.01), config=CONFIG)
 
 
+def test_requests_that_no_engine_takes_are_told():
+    fits, long = chat(rate=4, num_sessions=5, seed=1), poisson(5.0, 4, 3000, 20, seed=2)
+    tight = {"num_gpu_blocks": 100, "max_model_len": 1000}
+    for simulated in (simulate_replicas, simulate_pd):
+        none = simulated(long, config=tight)
+        assert len(none.requests) == 0 and len(none.refused) == 4 and repr(none).endswith(" s, 4 refused)")
+        assert simulated(fits, config=CONFIG).refused == []
+    with pytest.raises(ValueError, match="num_replicas must be at least 1, got 0"):
+        simulate_replicas(long, num_replicas=0)
+
+
 GRID = {"policy": [FCFS(), ShortestFirst()], "num_gpu_blocks": [120, 4000]}
 
 
@@ -206,6 +222,20 @@ def test_a_sweep_is_its_simulations():
         sweep(GRID, TALK, on="threads")
     with pytest.raises(ValueError, match="needs a source"):
         sweep(GRID)
+    for on in ("here", "ray"):
+        with pytest.raises(ValueError, match=f"workers goes with on=\"processes\", not with on='{on}'"):
+            sweep(GRID, TALK, on=on, workers=2)
+
+
+def test_a_sweep_takes_settings_as_a_simulation_does():
+    source, cost = poisson(5.0, 5, 50, 5, seed=0), Constant(0.01)
+    settings, few = make_settings(CONFIG, None, cost), {"policy": [FCFS()]}
+    want = sweep(few, source, on="here", config=CONFIG, cost_model=cost)
+    assert sweep(few, source, on="here", config=settings, cost_model=cost).equals(want)
+    bare = sweep({"num_gpu_blocks": [4000]}, source, on="here", config=None, cost_model=cost)
+    assert bare.ttft_median.tolist() == want.ttft_median.tolist()
+    with pytest.raises(TypeError, match="a grid of settings needs config as a dict, got Settings"):
+        sweep({"num_gpu_blocks": [4000]}, source, on="here", config=settings, cost_model=cost)
 
 
 @pytest.mark.slow

@@ -129,10 +129,10 @@ def unpackable():
     yield GroupedWeight(q, scale, codes=torch.arange(16.0)), "code book"
     yield GroupedWeight(q, scale, scale / 2), "no whole number"
     yield GroupedWeight(q, scale, -40 * scale), "no whole number"
-    yield GroupedWeight(q8, scale, scale), "no whole number"
+    yield GroupedWeight(q8, scale, scale), "weights of 8 bits with zero points have no kernel"
     yield GroupedWeight(q, torch.ones(4, 8)), "groups of 16 inputs"
     yield GroupedWeight(q[:, :24], torch.ones(4, 1)), "48 inputs are no multiple of 64"
-    yield GroupedWeight(q[:3], scale[:3]), "3 outputs are odd"
+    yield GroupedWeight(q[:3], scale[:3]), "^an odd number of outputs, 3$"
     yield GroupedWeight(q, scale / 3, -8 * (scale / 3)), "scales of 16 bits"
     yield ScaledWeight(nan, torch.ones(4, 1), 32), "NaN"
     yield ScaledWeight(q8[:, :100], torch.ones(4, 4), 32), "100 inputs"
@@ -144,7 +144,7 @@ def test_the_rule_says_why_torch_writes_a_weight_out(ops, weight, message):
         cuda_linear.cuda_format(weight, torch.bfloat16)
     assert cuda_linear.packed(weight, torch.bfloat16) is weight
     good = random_weight("int4", 4)
-    with pytest.raises(ValueError, match="float32, not bfloat16 or float16"):
+    with pytest.raises(ValueError, match="^activations are float32, not bfloat16 or float16$"):
         cuda_linear.cuda_format(good, torch.float32)
 
 

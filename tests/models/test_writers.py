@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from tiny_models import hf_model
 from tokenizers import Tokenizer
 
+from minivllm.attention.select import make_backend
 from minivllm.cli import main
+from minivllm.models.decoder import Decoder
 from minivllm.models.gguf import convert_gguf
 from minivllm.models.linear.grouped import GroupedWeight
 from minivllm.models.linear.scaled import ScaledWeight
@@ -86,6 +88,25 @@ def test_gptq_errs_less_in_outputs_that_it_has_not_seen_and_as_much_where_inputs
     assert torch.equal(alone.q, round_groups(weight, 32).q)
     with pytest.raises(ValueError, match="GPTQ needs inputs: none but zeros were seen"):
         gptq(weight, torch.zeros(64, 64), 32)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gptq_rounds_what_a_checkpoint_keeps_in_4_bits_and_no_router(tmp_path, device):
+    hf_model("mixtral").save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    decoder = Decoder(loaded.spec, make_backend("sdpa"), torch.float32, torch.device(device))
+    decoder.load_weights(loaded.weights("float32"))
+    gates = [linear for linear in decoder.linears() if any(part.endswith(".gate") for part in linear.parts)]
+    before = [gate.weight.clone() for gate in gates]
+
+    def read():
+        for linear in decoder.linears():
+            linear(torch.randn(20, linear.in_features, device=device))
+
+    found = calibrate(decoder, read, 4, stages=1)
+    assert gates and found.keys() == linear_names(decoder.spec).keys()
+    assert all(torch.equal(gate.weight, weight) for gate, weight in zip(gates, before, strict=True))
+    assert {linear.weight.device.type for linear in decoder.linears()} == {device}
 
 
 @pytest.mark.parametrize(("format", "kind", "step"), [("int4", GroupedWeight, 1 / 7), ("int8", ScaledWeight, 1 / 127),

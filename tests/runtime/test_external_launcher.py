@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from adapters import VARIANTS, peft_adapter
@@ -16,6 +17,7 @@ from minivllm.core.config import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.llm import LLM
 from minivllm.lora.adapter import LoRARequest
+from minivllm.runtime.executors import external
 from minivllm.sampling.params import SamplingParams, StructuredOutputsParams
 
 __all__ = ["tiny_model_path"]
@@ -79,6 +81,31 @@ def test_two_processes_decide_the_same(tiny_model_path, tmp_path):
         shares, stages, refused = json.loads(process.communicate(timeout=500)[0].splitlines()[-1])
         assert process.returncode == 0 and shares == want and stages == want
         assert "engine arguments must be the same in all processes" in refused
+
+
+def test_other_arguments_are_found_before_the_weights_are_read_and_the_ranks_are_left(monkeypatch):
+    left: list[str] = []
+
+    class Rank:
+        runner = None
+
+        def __init__(self, launch):
+            pass
+
+        def load_model(self, config, machine):
+            left.append("weights were read")
+
+    def differ(what, value):
+        raise ValueError(f"{what} must be the same")
+
+    monkeypatch.setattr(external, "Worker", Rank)
+    monkeypatch.setattr(external, "launch_from_environment", lambda size, device: None)
+    monkeypatch.setattr(external, "same_everywhere", differ)
+    monkeypatch.setattr(external.ExternalExecutor, "shutdown", lambda self: left.append("shut down"))
+    config = SimpleNamespace(args=SimpleNamespace(world_size=2), device="cpu")
+    with pytest.raises(ValueError, match="engine arguments must be the same"):
+        external.ExternalExecutor(SimpleNamespace(config=config, machine=None))
+    assert left == ["shut down"]
 
 
 def test_what_cannot_be_in_step_is_refused(monkeypatch, tiny_model_path):

@@ -49,7 +49,14 @@ class Format:
 
     def problem(self) -> str | None:
         """Why no kernel can be built for it, or None."""
-        if self.kind not in KINDS or self.features % self.step:
+        for name, value, known in (
+            ("kind", self.kind, KINDS), ("dtype", self.dtype, (*_CODES,)), ("scale", self.scale, ("float32", *_CODES)),
+        ):  # fmt: skip
+            if value not in known:
+                return f"{name} must be one of {', '.join(known)}; got {value!r}"
+        if self.group < 1:
+            return f"group must be at least 1; got {self.group}"
+        if self.features % self.step:
             return f"{self.features} inputs are no multiple of {self.step}"
         if self.features % self.group or (self.group % self.step and self.group != 32):
             return f"groups of {self.group} inputs are neither 32 nor a multiple of {self.step} that divides {self.features}"

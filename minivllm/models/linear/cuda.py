@@ -94,8 +94,10 @@ def cuda_format(weight: QuantizedWeight, dtype: torch.dtype) -> Any:
     """
     from minivllm_kernels.cuda.quantized import Format
 
-    if dtype not in (torch.bfloat16, torch.float16) or weight.shape[0] % 2:
-        raise ValueError(f"activations are {dtype}, not bfloat16 or float16; or {weight.shape[0]} outputs are odd")
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"activations are {str(dtype).removeprefix('torch.')}, not bfloat16 or float16")
+    if weight.shape[0] % 2:
+        raise ValueError(f"an odd number of outputs, {weight.shape[0]}")
     name, zeros = str(dtype).removeprefix("torch."), False
     if isinstance(weight, ScaledWeight):
         if weight.q.dtype == FP8 and bool((weight.q.view(torch.uint8) & 127 == 127).any()):
@@ -105,7 +107,9 @@ def cuda_format(weight: QuantizedWeight, dtype: torch.dtype) -> Any:
     if not isinstance(weight, GroupedWeight) or weight.codes is not None:
         raise ValueError("its numbers are those of a code book")
     if weight.low is not None:
-        zeros = weight.bits == 4 and whole_zero_points(weight) is not None
+        if weight.bits == 8:
+            raise ValueError("weights of 8 bits with zero points have no kernel")
+        zeros = whole_zero_points(weight) is not None
         if not zeros:
             raise ValueError("what is added to a group is no whole number of its scale")
     scale = str(short_scales(weight.scale).dtype).removeprefix("torch.")

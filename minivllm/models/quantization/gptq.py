@@ -11,7 +11,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.linear.base import LinearMethod
 from minivllm.models.linear.grouped import GroupedWeight
 from minivllm.models.linear.layer import Linear
-from minivllm.models.quantization.writers import group_scales, symmetric
+from minivllm.models.quantization.writers import group_scales, linear_names, symmetric
 
 
 class WatchedLinear(LinearMethod):
@@ -97,12 +97,14 @@ def calibrate(decoder: Decoder, read: Callable[[], None], group: int, stages: in
         ValueError: no token of the text reached one of the layers (an expert that was never chosen).
     """
     found: dict[str, GroupedWeight] = {}
-    layers = decoder.numbered_layers()
+    layers, names = decoder.numbered_layers(), linear_names(decoder.spec)
     for stage in range(stages):
         watched = [
-            (decoder.spec.names.layer.format(i), linear, linear.method)
+            (prefix, linear, linear.method)
             for i, layer in layers[len(layers) * stage // stages : len(layers) * (stage + 1) // stages]
+            for prefix in (decoder.spec.names.layer.format(i),)
             for linear in _linears(layer)
+            if all(f"{prefix}{part}.weight" in names for part in linear.parts)  # a router stays as it is
         ]
         for _, linear, method in watched:
             linear.method = WatchedLinear(method, linear.in_features)
@@ -125,7 +127,7 @@ def _round(prefix: str, linear: Linear, seen: WatchedLinear, group: int) -> dict
     names = [f"{prefix}{part}" for part in linear.parts]
     if not seen.tokens:
         raise ValueError(f"no token of the calibration text reached {names[0]}: take a longer text")
-    parts: Sequence[Tensor] = linear.weight.split(list(linear.parts.values()))
+    parts: Sequence[Tensor] = linear.weight.cpu().split(list(linear.parts.values()))  # where the sums are
     rounded = [gptq(part, seen.hessian, group) for part in parts]
-    linear.use("torch", torch.cat([part.dequantize() for part in rounded]).to(linear.dtype))
+    linear.use("torch", torch.cat([part.dequantize() for part in rounded]).to(linear.device, linear.dtype))
     return {f"{name}.weight": part for name, part in zip(names, rounded, strict=True)}

@@ -74,19 +74,28 @@ class ExternalExecutor:
     def __init__(
         self, plan: EnginePlan, transforms: Sequence[Transform] = (), grammar: GrammarCompiler | None = None
     ) -> None:
-        args, size = plan.config.args, plan.config.args.world_size
+        size = plan.config.args.world_size
         self._own = not dist.is_initialized() and size > 1
         self.worker = Worker(launch_from_environment(size, plan.config.device))
+        self._log: SampleLog | None = None
+        self._tokens: dict[str, list[int]] = {}
+        try:
+            self.config = self._load(plan, size)
+            self.worker.initialize(self.config, transforms, grammar)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _load(self, plan: EnginePlan, size: int) -> EngineConfig:
+        """Read the weights; settings that suit the memory of all ranks."""
+        if size > 1:
+            same_everywhere("engine arguments", plan.config.args)
         measured = self.worker.load_model(plan.config, plan.machine)
         if size > 1:
-            same_everywhere("engine arguments", args)
             found: list[Any] = [None] * size
             dist.all_gather_object(found, measured)
             measured = None if None in found else min(found)
-        self.config: EngineConfig = with_memory(plan, measured).config
-        self.worker.initialize(self.config, transforms, grammar)
-        self._log: SampleLog | None = None
-        self._tokens: dict[str, list[int]] = {}
+        return with_memory(plan, measured).config
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:

@@ -32,14 +32,16 @@ class RankActor:
     def __init__(self) -> None:
         self.worker: Worker | None = None
         self._later: dict[int, Future[Any]] = {}
+        self._folder = ""
 
     def where(self, node_ip: str, parent: str | None) -> tuple[int, str, int, int]:
         """Its process id, a new folder in `parent`, a port that is free on `node_ip`, and which of the GPUs that it sees is its own."""
         mine, seen = import_ray().get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES")
         gpu = seen.split(",").index(str(mine[0])) if mine and seen else int(mine[0]) if mine else 0
+        self._folder = tempfile.mkdtemp(prefix="minivllm-", dir=parent)
         with socket.socket() as sock:
             sock.bind((node_ip, 0))
-            return os.getpid(), tempfile.mkdtemp(prefix="minivllm-", dir=parent), sock.getsockname()[1], gpu
+            return os.getpid(), self._folder, sock.getsockname()[1], gpu
 
     def start(self, launch: Launch) -> bytes:
         """Join the other ranks."""
@@ -88,6 +90,10 @@ class RankActor:
         """Leave the other ranks."""
         if self.worker is not None:
             self.worker.close()
+
+    def clean(self) -> None:
+        """Remove its folder, which may be on another machine than the engine. No rank needs it any more."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 _SIDE = "side"  # threads of an actor for what must not wait behind a step
@@ -216,10 +222,17 @@ class RayWorkers(Calls):
     def stacks(self, seconds: float = 2.0) -> str:
         asked = [actor.stacks.options(concurrency_group=_SIDE).remote() for actor in self.actors]
         ready, _ = self._ray.wait(asked, num_returns=self.size, timeout=seconds)
+
+        def said(ref: Any) -> str:
+            if ref not in ready:
+                return "does not react: stopped"
+            try:
+                return str(self._ray.get(ref))
+            except Exception as error:  # noqa: BLE001 - the others may have something to say
+                return f"has ended: {type(error).__name__}"
+
         return "\n".join(
-            f"worker {rank} of {self.size} (process {self.pids[rank]}):\n"
-            + (self._ray.get(ref) if ref in ready else "does not react: stopped")
-            for rank, ref in enumerate(asked)
+            f"worker {rank} of {self.size} (process {self.pids[rank]}):\n{said(ref)}" for rank, ref in enumerate(asked)
         )
 
     def close(self, seconds: float = 10.0) -> None:
@@ -227,6 +240,8 @@ class RayWorkers(Calls):
             return
         if self.failure is None and seconds:
             self._ray.wait([actor.end.remote() for actor in self.actors], num_returns=self.size, timeout=seconds)
+            cleaned = [actor.clean.options(concurrency_group=_SIDE).remote() for actor in self.actors]
+            self._ray.wait(cleaned, num_returns=self.size, timeout=seconds)
         self._closing = True
         self._fail(RuntimeError("this engine was closed: its executor was shut down"))
         self._kill()

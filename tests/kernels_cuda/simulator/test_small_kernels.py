@@ -341,6 +341,13 @@ def test_formats_that_there_are_not():
             quantized.Format(
                 **{"kind": "int4", "dtype": "bfloat16", "features": 192, "group": 64, "scale": "float32"} | wrong
             )
+    for wrong, said in (({"kind": "int3"}, "kind must be one of int4, int8, fp8; got 'int3'"), ({"group": 0}, "group must be at least 1; got 0"),
+                        ({"dtype": "float32"}, "dtype must be one of bfloat16, float16; got 'float32'"),
+                        ({"scale": "int8"}, "scale must be one of float32, bfloat16, float16; got 'int8'")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"no such kernel: {said}"):
+            quantized.Format(
+                **{"kind": "int4", "dtype": "bfloat16", "features": 192, "group": 64, "scale": "float32"} | wrong
+            )
     with pytest.raises(ValueError, match="no such kernel"):
         format = quantized.Format("fp8", "bfloat16", 64, 64, "float32")
         quantized.quantized_gemv(format, 4, quantized.Tiling(1, 1, 2, 1, 1))
