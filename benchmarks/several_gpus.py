@@ -225,7 +225,8 @@ async def serve(args: EngineArgs, asked: list[tuple[list[int], float]], seconds:
         start, first = time.perf_counter(), None
         async for _ in llm.generate({"prompt_token_ids": [1 + t % 150_000 for t in ids]}, params, f"r{i}"):
             first = first or time.perf_counter() - start
-        firsts.append(first or 0.0)
+        assert first is not None
+        firsts.append(first)
 
     start = time.perf_counter()
     await asyncio.gather(*(one(i, ids, moment) for i, (ids, moment) in enumerate(asked)))
@@ -395,8 +396,8 @@ def run_part(name: str, args: argparse.Namespace, file: Path) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=", ".join(PARTS))
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--gpus", type=int, default=2, help="for sums, steps, tokens and experts; the others take two")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256], help="for steps")
     parser.add_argument("--seconds", type=float, default=150.0, help="for each part")
     parser.add_argument("--trace", type=Path, help="of Mooncake, for replicas")
     parser.add_argument("--output", type=Path, help="folder for several_gpus-CARD.json")
@@ -424,12 +425,16 @@ def main() -> None:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
     if path and path.is_file():
-        result = json.loads(path.read_text()) | result
+        known = json.loads(path.read_text())
+        if other := [name for name in result if known.get(name) != result[name]]:
+            parser.error(f"{path} was measured with another {', '.join(other)}: give another --output")
+        result = known
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "result.json")
         file.write_text(json.dumps(result))
         failed = [name for name in args.parts if not run_part(name, args, file)]
         result = json.loads(file.read_text())
+        result["not_done"] = sorted((set(result.get("not_done", [])) - set(args.parts)) | set(failed))
         if path:
             path.write_text(json.dumps(result, indent=1) + "\n")
     if failed:

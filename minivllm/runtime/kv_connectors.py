@@ -130,15 +130,8 @@ class SharedStorageWorker(ConnectorWorker):
         extra = take_extra(config, shared_storage_path=..., max_bytes=None)
         self.root, self.max_bytes = Path(extra["shared_storage_path"]), extra["max_bytes"]
         self.root.mkdir(parents=True, exist_ok=True)
-        self._remove_torn()
+        _remove_left(self.root, "*/*.tmp-*")
         self._bytes = [cache[:, 0].nbytes for cache in kv_caches]
-
-    def _remove_torn(self) -> None:
-        """Remove what engines that are gone have left half written."""
-        for path in self.root.glob("*/*.tmp-*"):
-            with contextlib.suppress(OSError, ValueError):
-                if not _runs(int(path.name.rpartition("-")[2])):
-                    path.unlink()
 
     def load(self, loads: Sequence[tuple[tuple[Any, ...], int]]) -> set[int]:
         found = {block: data for (path, _), block in loads if (data := self._read(f"{path}.{self.rank}")) is not None}
@@ -219,6 +212,14 @@ def write_whole(path: str, data: bytes) -> None:
     os.replace(torn, path)
 
 
+def _remove_left(root: Path, *patterns: str) -> None:
+    """Remove what engines that are gone have left: files whose names end in the number of a process."""
+    for path in (path for pattern in patterns for path in root.glob(pattern)):
+        with contextlib.suppress(OSError, ValueError):
+            if not _runs(int(path.name.rpartition("-")[2])):
+                path.unlink()
+
+
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -246,7 +247,8 @@ class PeerMemoryWorker(ConnectorWorker):
     """Blocks in the memory of the rank that computed them; see `PeerMemoryConnector`.
 
     The file of a block names a store, which is memory of some rank, and a slot of it. A rank removes the file before it fills the slot
-    anew, and writes the file of the new block when that is whole. So who finds the same file before and after copying has copied a whole block.
+    anew, and the store's file before it gives the memory back; it writes the file of a new block when that is whole. So who finds both
+    files before and after copying has copied a whole block.
     """
 
     def __init__(
@@ -264,14 +266,12 @@ class PeerMemoryWorker(ConnectorWorker):
             )
         self.root, self.count = Path(extra["shared_storage_path"]), extra["num_blocks"]
         self.root.mkdir(parents=True, exist_ok=True)
-        for path in self.root.glob("store-*"):  # of engines that were killed
-            if not _runs(int(path.name.rpartition("-")[2])):
-                path.unlink(missing_ok=True)
+        _remove_left(self.root, "store-*", "*/*.tmp-*")
         self._name = f"store-{secrets.token_hex(4)}-{self.count}-{os.getpid()}"
-        self._own: list[Tensor] = []
         self._held: dict[int, str] = {}
         self._num_saved = 0
-        self._copiers: dict[str, Callable[[Sequence[tuple[int, int]]], None] | None] = {}
+        self._copiers: dict[str, Callable[..., None] | None] = {}
+        self._own = self._make_store() if config.is_producer else []
 
     def _wait(self) -> None:
         if self.kv_caches[0].is_cuda:
@@ -287,20 +287,28 @@ class PeerMemoryWorker(ConnectorWorker):
         return views
 
     def save(self, saves: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
-        slots = self._own = self._own or self._make_store()
         for start in range(0, len(saves), self.count):
-            pairs, part = [], saves[start : start + self.count]
-            for block, (path, _) in part:
-                slot, self._num_saved = self._num_saved % self.count, self._num_saved + 1
-                if (old := self._held.get(slot)) is not None:
-                    Path(old).unlink(missing_ok=True)
-                self._held[slot] = f"{path}.{self.rank}"
-                pairs.append((block, slot))
-            for cache, there in zip(self.kv_caches, slots, strict=True):
-                self.backend.copy_blocks(cache, there, pairs)
-            self._wait()
-            for _, slot in pairs:
-                write_whole(self._held[slot], f"{self._name} {slot}".encode())
+            try:
+                self._fill(saves[start : start + self.count])
+            except OSError as error:
+                logger.warning("KV blocks are not kept: %s", error)
+                return
+
+    def _fill(self, saves: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
+        """Fill the next slots. Raises OSError, and fills none, if the file of what a slot held cannot be removed."""
+        pairs = []
+        for block, (path, _) in saves:
+            slot = self._num_saved % self.count
+            if (old := self._held.get(slot)) is not None:
+                Path(old).unlink(missing_ok=True)
+            self._held[slot] = f"{path}.{self.rank}"
+            self._num_saved += 1
+            pairs.append((block, slot))
+        for cache, there in zip(self.kv_caches, self._own, strict=True):
+            self.backend.copy_blocks(cache, there, pairs)
+        self._wait()
+        for _, slot in pairs:
+            write_whole(self._held[slot], f"{self._name} {slot}".encode())
 
     def load(self, loads: Sequence[tuple[tuple[Any, ...], int]]) -> set[int]:
         names = {block: f"{path}.{self.rank}" for (path, _), block in loads}
@@ -310,13 +318,14 @@ class PeerMemoryWorker(ConnectorWorker):
                 self._copiers[store] if store in self._copiers else self._copiers.setdefault(store, self._open(store))
             )
             pairs = [(slot, block) for block, (name, slot, _) in found.items() if name == store]
-            if copy is None:  # the files of its blocks mean nothing now
+            if copy is None or not (self.root / store).exists():  # the files of its blocks mean nothing now
                 for _, block in pairs:
-                    Path(names[block]).unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):
+                        os.unlink(names[block])
             else:
-                copy(pairs)
+                copy(self, pairs=pairs)
         self._wait()
-        whole = {block for block, place in found.items() if _look(names[block]) == place}
+        whole = {b for b, place in found.items() if (self.root / place[0]).exists() and _look(names[b]) == place}
         return set(names) - whole
 
     def _make_store(self) -> list[Tensor]:
@@ -329,20 +338,24 @@ class PeerMemoryWorker(ConnectorWorker):
             write_whole(str(path), share_memory(data.data_ptr()))
         else:
             data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
-        return self._views(data, self.count)
+        slots = self._views(data, self.count)
+        # CUDA opens no handle where it was made
+        self._copiers[self._name] = functools.partial(PeerMemoryWorker._copy_here, slots=slots)
+        return slots
 
-    def _open(self, store: str) -> Callable[[Sequence[tuple[int, int]]], None] | None:
-        """A function that copies blocks out of another rank's store; None if the store is gone."""
+    def _open(self, store: str) -> Callable[..., None] | None:
+        """A function that copies blocks out of another rank's store; None if the store is gone. It does not hold this object."""
         path, count, size = self.root / store, int(store.split("-")[2]), sum(c[:, 0].nbytes for c in self.kv_caches)
         try:
             if not self.kv_caches[0].is_cuda:
                 if path.stat().st_size != count * size:
                     raise OSError(f"{store} has {path.stat().st_size} bytes, not {count * size}")
                 data = torch.from_file(str(path), shared=True, size=count * size, dtype=torch.uint8)
-                return functools.partial(self._copy_here, self._views(data, count))
+                return functools.partial(PeerMemoryWorker._copy_here, slots=self._views(data, count))
             from minivllm_kernels.cuda.all_reduce import open_memory
 
-            return functools.partial(self._copy_there, open_memory(path.read_bytes()), count)
+            address = open_memory(path.read_bytes())
+            return functools.partial(PeerMemoryWorker._copy_there, address=address, count=count)
         except (OSError, RuntimeError) as error:
             logger.warning("KV blocks of another engine cannot be read: %s", error)
             return None

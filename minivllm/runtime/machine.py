@@ -136,7 +136,7 @@ def choose_sums(device: str, args: EngineArgs) -> tuple[bool, str]:
     if args.executor != "mp":
         return False, f"NCCL adds up: with {args.executor!r} the ranks may be on several machines"
     try:
-        why = cuda_ops().peers_unsupported(args.world_size)
+        why = cuda_ops().peers_unsupported(args.tensor_parallel_size, args.pipeline_parallel_size)
     except ImportError as error:
         why = str(error)
     if why is not None:

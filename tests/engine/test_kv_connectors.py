@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tiny_models import tiny_model_path
@@ -13,6 +14,7 @@ from tiny_models import tiny_model_path
 from minivllm.core.config import EngineArgs
 from minivllm.core.kv_connector import ARC, LRU
 from minivllm.engine.llm import LLM
+from minivllm.runtime import kv_connectors
 from minivllm.runtime.kv_connectors import PeerMemoryWorker, SharedStorageWorker, register_kv_connector
 from minivllm.sampling.params import SamplingParams
 
@@ -252,18 +254,23 @@ def test_an_engine_reads_blocks_in_the_memory_of_another(tiny_model_path, want, 
     assert not store.exists()
 
 
-@pytest.mark.parametrize("fault", ["few slots", "refilled while it is read", "producer gone", "nonsense"])
+@pytest.mark.parametrize(
+    "fault", ["few slots", "refilled while it is read", "given back while it is read", "producer gone", "nonsense"]
+)
 def test_blocks_that_are_gone_from_the_other_memory_are_computed(tiny_model_path, want, tmp_path, monkeypatch, fault):
     path = str(tiny_model_path("llama"))
     first = peer(path, tmp_path, "kv_producer", num_blocks=3 if fault == "few slots" else 60)
     tokens(first)
     files = sorted(tmp_path.glob("*/*.0"))
-    if fault == "refilled while it is read":
+    if fault.endswith("while it is read"):
         copy = PeerMemoryWorker._copy_here
 
         def refilled(self, slots, pairs):
             copy(self, slots, pairs)
-            for file in files:
+            if fault.startswith("given back"):
+                for store in tmp_path.glob("store-*"):
+                    store.unlink()
+            for file in files if fault.startswith("refilled") else ():
                 os.replace(shutil.copy(file, f"{file}.new"), file)
 
         monkeypatch.setattr(PeerMemoryWorker, "_copy_here", refilled)
@@ -284,3 +291,35 @@ def test_blocks_that_are_gone_from_the_other_memory_are_computed(tiny_model_path
 def test_a_producer_says_how_many_blocks_it_keeps(tiny_model_path, tmp_path):
     with pytest.raises(ValueError, match="num_blocks must be at least 1, got 0"):
         peer(str(tiny_model_path("llama")), tmp_path, "kv_producer", num_blocks=0)
+
+
+def test_an_engine_reads_its_own_memory_without_opening_it(tiny_model_path, want, tmp_path, monkeypatch):
+    monkeypatch.setattr(PeerMemoryWorker, "_open", None)  # CUDA cannot open memory in the process that has it
+    llm = peer(str(tiny_model_path("llama")), tmp_path, "kv_both", **SMALL)
+    with llm.llm_engine.record() as trace:
+        for _ in range(2):
+            assert tokens(llm) == want["llama"]
+    assert total(trace, "kv_load") > 0 and llm.llm_engine.get_metrics()["num_kv_load_failures"] == 0
+    check_at_rest(llm)
+
+
+def test_a_producer_goes_on_when_its_folder_refuses(tiny_model_path, want, tmp_path, monkeypatch, caplog):
+    first = peer(str(tiny_model_path("llama")), tmp_path, "kv_producer", num_blocks=3)
+    (store,) = tmp_path.glob("store-*")  # it is there from the start
+    tokens(first, PROMPTS[:1])
+    kept, files = store.read_bytes(), sorted(tmp_path.glob("*/*.0"))
+    assert len(files) == 3
+
+    def refuse(*_, **__):
+        raise PermissionError("read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        assert tokens(first, PROMPTS[1:2]) == want["llama"][1:2]
+    assert caplog.text.count("KV blocks are not kept: read-only") > 0 and store.read_bytes() == kept
+    caplog.clear()
+    monkeypatch.setattr(kv_connectors, "write_whole", refuse)
+    assert tokens(first, PROMPTS[2:3]) == want["llama"][2:3]
+    assert caplog.text.count("KV blocks are not kept: read-only") > 0 and store.read_bytes() != kept
+    assert not set(tmp_path.glob("*/*.0")) - set(files)
+    check_at_rest(first)

@@ -115,9 +115,17 @@ def test_who_adds_up(monkeypatch):
     over_ray = replace(two, distributed_executor_backend="ray")
     assert choose_sums("cuda", over_ray)[1] == "NCCL adds up: with 'ray' the ranks may be on several machines"
     monkeypatch.setattr(ops, "device_unsupported", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_sums("cuda", two) == (False, "NCCL adds up: there are 1 GPUs, not 2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 16)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) != (1, 0))
     assert choose_sums("cuda", two) == (False, "NCCL adds up: GPU 1 cannot read the memory of GPU 0")
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one // 8 == other // 8)
+    assert choose_sums("cuda", EngineArgs(tensor_parallel_size=8, pipeline_parallel_size=2))[0]  # in each stage
+    assert (
+        "GPU 6 cannot read the memory of GPU 8"
+        in choose_sums("cuda", EngineArgs(tensor_parallel_size=3, pipeline_parallel_size=3))[1]
+    )
     assert choose_sums("cuda", two)[0] and f"up to {ops.most_summed_bytes(2) >> 10} KiB" in choose_sums("cuda", two)[1]
     assert "for up to 8 GPUs, not for 9" in choose_sums("cuda", replace(two, tensor_parallel_size=9))[1]
 

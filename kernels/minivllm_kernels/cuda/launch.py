@@ -46,6 +46,7 @@ ADVICE = {
     'example pip install "nvidia-nvvm==13.0.*" for a driver of CUDA 13.0',
     700: "a kernel read or wrote outside its memory",
     701: "a block asks for more registers or shared memory than a multiprocessor has",
+    719: "a kernel stopped itself, as the all-reduce does when another rank has not come for about a minute, or it failed",
 }
 
 

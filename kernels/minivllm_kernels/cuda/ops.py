@@ -701,17 +701,22 @@ SUMMED = HALF | {torch.float32: "float32"}
 
 
 def most_summed_bytes(ranks: int) -> int:
-    """The longest message that one shot adds up faster than NCCL: measured for two ranks, by bytes on a link for more."""
+    """The longest message for one shot. For two ranks the longest that was measured, where it still beats NCCL; for more, that divided
+    by `ranks - 1`: a guess from the bytes on a link.
+    """
     return (8 << 20) // (ranks - 1)
 
 
-def peers_unsupported(count: int) -> str | None:
-    """Why the first `count` GPUs cannot add up in each other's memory, in words; None if they can."""
-    if count > MOST_RANKS:
-        return f"the kernel is for up to {MOST_RANKS} GPUs, not for {count}"
-    for one, other in itertools.permutations(range(count), 2):
-        if not torch.cuda.can_device_access_peer(one, other):
-            return f"GPU {one} cannot read the memory of GPU {other}"
+def peers_unsupported(size: int, groups: int = 1) -> str | None:
+    """Why groups of `size` GPUs each, one after the other, cannot add up in each other's memory, in words; None if they can."""
+    if size > MOST_RANKS:
+        return f"the kernel is for up to {MOST_RANKS} GPUs, not for {size}"
+    if (there := torch.cuda.device_count()) < size * groups:
+        return f"there are {there} GPUs, not {size * groups}"
+    for first in range(0, size * groups, size):
+        for one, other in itertools.permutations(range(first, first + size), 2):
+            if not torch.cuda.can_device_access_peer(one, other):
+                return f"GPU {one} cannot read the memory of GPU {other}"
     return device_unsupported(torch.device("cuda", 0))
 
 
