@@ -1,5 +1,6 @@
 """Weights in huge pages: only Linux knows, and it may have none."""
 
+import mmap
 import sys
 from pathlib import Path
 
@@ -21,7 +22,9 @@ def huge_kilobytes() -> int:
 def test_a_weight_moves_into_huge_pages_and_keeps_its_numbers():
     if not HUGE.exists() or "[never]" in HUGE.read_text():
         pytest.skip("this system gives no huge pages")
-    weight = torch.arange(8 * HUGE_PAGE // 4, dtype=torch.float32)
+    new = mmap.mmap(-1, 8 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # no memory that has moved before
+    weight = torch.frombuffer(new, dtype=torch.float32)
+    weight.copy_(torch.arange(len(weight)))
     before = huge_kilobytes()
     use_huge_pages(weight)
     assert huge_kilobytes() > before
