@@ -28,6 +28,7 @@ import minivllm  # noqa: F401 - before torch computes
 from minivllm.attention.select import make_backend
 from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
+from minivllm.models.linear.base import use_huge_pages
 from minivllm.runtime.machine import keep_freed_memory
 
 HIDDEN, INNER, EXPERTS, TOP, TOKENS, LAYERS = 1024, 512, 64, 8, 256, 5
@@ -65,6 +66,8 @@ def layers() -> tuple[dict[str, Callable[[torch.Tensor], torch.Tensor]], int]:
         return run
 
     flat = [p.detach().view(torch.float32).flatten() for p in weights]
+    for part in flat:
+        use_huge_pages(part)  # as ours lie
 
     def floor(x: torch.Tensor) -> torch.Tensor:
         for part in flat:

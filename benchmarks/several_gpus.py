@@ -2,7 +2,7 @@
 
     python benchmarks/several_gpus.py [sums steps pipeline replicas tokens experts handover] [--seconds 150] [--trace FILE] [--output FOLDER]
 
-Each part runs in a process of its own, for so many seconds at most, and prints what it finds; with --output all that was found goes to
+Each part runs in a separate process, for `--seconds` at most, and prints what it finds; with --output all that was found goes to
 several_gpus-CARD.json, into which later runs of other parts are merged. The models have random bfloat16 weights.
 
 - `sums`: microseconds of an all-reduce of bfloat16, by the one-shot kernel and by NCCL, in a CUDA graph of 50 and launched one by one.
@@ -214,7 +214,7 @@ def conversations(path: Path, most: int) -> list[tuple[list[int], float]]:
 
 
 async def serve(args: EngineArgs, asked: list[tuple[list[int], float]], seconds: float) -> dict[str, Any]:
-    """Requests at the trace's moments, squeezed into so many seconds."""
+    """Requests at the trace's moments, squeezed into this many seconds."""
     llm = AsyncLLM.from_engine_args(args, engine_in="process", warm=True)
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
     begin, last = asked[0][1], asked[-1][1]

@@ -41,7 +41,7 @@ TEXT_LENGTH = 512
 
 
 def _by_gptq(model: str, longest: int, file: Path, group: int) -> Mapping[str, Any]:
-    """The weights of a model, which takes texts of so many tokens, rounded by GPTQ for what it reads in a text."""
+    """The weights of a model, which takes texts of this many tokens, rounded by GPTQ for what it reads in a text."""
     from minivllm.engine.llm import LLM
     from minivllm.models.quantization.gptq import calibrate
     from minivllm.sampling.params import SamplingParams

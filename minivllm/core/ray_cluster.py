@@ -131,7 +131,7 @@ def _is_here(address: str | None) -> bool:
 
 @contextmanager
 def _changed_environment(changes: dict[str, str]) -> Iterator[None]:
-    """Variables that Ray's processes inherit, and nobody else."""
+    """Variables that only Ray's processes inherit."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -179,7 +179,7 @@ class ModelShape:
         return self._weights(self.experts_per_token)
 
     def weights_read(self, tokens: int) -> float:
-        """Those that some of so many tokens are multiplied with, if all experts are equally likely."""
+        """Those that some of this many tokens are multiplied with, if all experts are equally likely."""
         share = self.experts_per_token / max(1, self.num_experts)
         return (
             self._weights(max(1, self.num_experts) * (1 - (1 - share) ** tokens))

@@ -81,7 +81,7 @@ def _run(
     place: Callable[[WorkloadRequest, float], None],
     ended: Callable[[_Engine, str], None] = lambda engine, name: None,
 ) -> None:
-    """Step until nobody is left. place: has an engine `take` a request. ended: is told of each end."""
+    """Step until no request is left. place: has an engine `take` a request. ended: is told of each end."""
     while True:
         busy = [e for e in engines if e.scheduler.requests]
         behind = min(busy, key=lambda e: e.clock.now(), default=None)

@@ -232,7 +232,7 @@ class Session:
         self.drain()
 
     def drain(self) -> None:
-        """End the steps that are left in a pipeline, in which nobody has a token any more."""
+        """End the steps that are left in a pipeline, in which no request has a token any more."""
         while self._in_flight:
             self._update(*self._in_flight.popleft()[1:])
 

@@ -177,7 +177,7 @@ def test_a_router_that_knows_prefixes_finds_them():
 
 
 def test_prompts_on_one_engine_and_answers_on_another():
-    """Every full block of a prompt but the last token's is found there; nobody decodes beside a prompt."""
+    """Every full block of a prompt but the last token's is found there; no request decodes beside a prompt."""
     source = poisson(3.0, 30, 1000, 50, seed=0)
     both = simulate_pd(source, config=CONFIG)
     alone = simulate_replicas(source, num_replicas=1, config=CONFIG)

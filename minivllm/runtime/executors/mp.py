@@ -178,7 +178,7 @@ class Calls(ABC):
             self._calls[self._number] = call
             try:
                 self._send(self._number, method, tuple(args), dict(kwargs or {}), tuple(call.ranks))
-            except OSError:  # a worker has ended, which whoever listens will say, to this call too
+            except OSError:  # a worker has ended, which the listener will say, to this call too
                 pass
             except BaseException:
                 del self._calls[self._number]

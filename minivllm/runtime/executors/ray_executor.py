@@ -55,7 +55,7 @@ class RankActor:
         return pack_answer(0, launch.rank, None)
 
     def call(self, number: int, message: bytes, answers: bool) -> bytes | int | None:
-        """What a call returns, or its number if that comes `later`; None if nobody waits for it."""
+        """What a call returns, or its number if that comes `later`; None if no caller waits for it."""
         worker = self.worker
         assert worker is not None
         try:
