@@ -3,92 +3,14 @@
 import random
 
 import pytest
-from block_memory import GARBAGE, Memory
 from random_workload import Workload
+from remote_store import RemoteMemory, Store
 
-from minivllm.core.config import CacheConfig, KVTransferConfig, SchedulerConfig
+from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.events import Fold
-from minivllm.core.kv_connector import KVConnector
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.trace import Trace, TraceError, find_fault
-
-
-class Store(KVConnector):
-    """Says that it holds what it was to save, and what it was told (`held`). `keeps(request)`: whether it sends the blocks of one that ends."""
-
-    def __init__(self, block_size: int = 4, keeps=lambda request: False) -> None:
-        super().__init__(
-            KVTransferConfig(kv_connector="Store", kv_connector_extra_config={"load_async": True}), block_size, 1, ""
-        )
-        self.held, self.keeps = set(), keeps
-
-    def holds(self, key):
-        return key in self.held
-
-    def place_to_load(self, key):
-        return (key,)
-
-    def place_to_save(self, key):
-        return None if key in self.held else self.held.add(key) or (key,)
-
-    def forget(self, key):
-        self.held.discard(key)
-
-    def clear(self):
-        self.held.clear()
-
-    def request_finished(self, request, block_ids):
-        return self.keeps(request)
-
-
-class RemoteMemory(Memory):
-    """Also keeps what is saved, and fills blocks when `arrives(request id)` says so; of those, `spoils()` says which cannot be."""
-
-    def __init__(self, scheduler, arrives, spoils=lambda: False) -> None:
-        super().__init__(scheduler)
-        self.arrives, self.spoils = arrives, spoils
-        self.store, self.pending, self.sending, self.sent = {}, {}, {}, set()
-        self.loaded = self.spoilt = 0
-
-    def execute(self, output, fails=False):
-        meta = output.kv_connector_metadata
-        if meta is not None and not (fails and self.spoils()):
-            assert not meta.loads
-            for name, loads in meta.async_loads.items():
-                self.pending.setdefault(name, loads)
-        self.sent &= set(self.scheduler._kept)
-        for name, blocks in self.scheduler._kept.items():
-            if name not in self.pending and name not in self.scheduler._receiving and name not in self.sent:
-                self.sending.setdefault(name, {block.block_id: self.content(block.block_id) for block in blocks})
-        arrived = [name for name in self.pending if self.arrives(name)]
-        invalid = {block for name in arrived for block in self.fill(self.pending.pop(name))}
-        result = super().execute(output, fails)
-        for block, place in () if meta is None or fails else meta.saves:
-            self.store[place[-1]] = self.content(block)
-        if fails:
-            self.sending.clear()
-            self.sent.clear()  # what was told is lost
-            return result
-        sent = {name for name in self.sending if self.arrives(name)}
-        for name in sent:  # nobody has written into them
-            assert all(self.content(block) == held for block, held in self.sending.pop(name).items())
-        self.sent |= sent
-        result.finished_recving, result.finished_sending, result.invalid_block_ids = set(arrived), sent, invalid
-        return result
-
-    def content(self, block):
-        return [self.device.get((block, i), GARBAGE) for i in range(self.size)]
-
-    def fill(self, loads):
-        for (key,), block in loads:
-            bad = key not in self.store or self.spoils()
-            self.loaded += 1
-            self.spoilt += bad
-            for i, value in enumerate([GARBAGE] * self.size if bad else self.store[key]):
-                self.device[block, i] = value
-            if bad:
-                yield block
 
 
 class RemoteWorkload(Workload):
