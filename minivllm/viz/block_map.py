@@ -481,7 +481,7 @@ def _grid(count: int) -> tuple[int, int]:
     return columns, math.ceil(count / columns)
 
 
-_CORNER = [(-1.0, 1.0), (0.0, 1.0), (-1.0, 0.0)]  # the upper left one, as a marker
+_CORNER = [(-1, 1), (0, 1), (-1, 0)]  # the upper left one, as a marker
 _MARKS = {
     "used": ("in use, by request", "s", 1.0),
     "shared": ("shared", "s", 1.0),
