@@ -25,7 +25,6 @@ class WideAttentionSpec(SelfAttentionSpec):
     """Self-attention that reads an embedding and a state side by side, [T, 2 * hidden_size]."""
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
-        """See `MixerSpec`."""
         linears = super().linears(hidden_size)
         return linears | {"qkv": linears["qkv"]._replace(inputs=2 * hidden_size)}
 
