@@ -250,7 +250,7 @@ class EngineCoreClient(RemoteCore):
             self._send("abort", alive)
         return alive
 
-    def fileno(self) -> int | None:
+    def fileno(self) -> int:
         """The channel: it becomes readable when a step's outputs have come."""
         return self.channel.fileno()
 

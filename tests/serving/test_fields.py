@@ -166,6 +166,7 @@ def test_no_field_is_ignored():
         "responses",
         "response_request",
         "embeddings",
+        "pooling",
         "app",
     )
     text = "\n".join(inspect.getsource(__import__(f"{serving.__name__}.{name}", fromlist=["x"])) for name in modules)
