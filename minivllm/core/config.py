@@ -1114,7 +1114,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     if not args.enable_chunked_prefill and budget < max_model_len:
         budget, why = max_model_len, "max_model_len, since prompts may not be cut"
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
-    overlaps = machine.device != "cpu" and args.speculative is None and args.pipeline_parallel_size == 1
+    overlaps = machine.device != "cpu" and args.pipeline_parallel_size == 1
     overlap = choose("async_scheduling", args.async_scheduling, overlaps, usual)
     decisions += _explain_machine(args, machine)
     if not args.fp8_kv_cache:

@@ -337,7 +337,7 @@ class UniProcExecutor(ExecutorBase):
 
     def submit(self, output: SchedulerOutput) -> PendingStep:
         runner = self.runner
-        return runner.launch(output) if runner.future is not None else self._thread.submit(runner.execute_model, output)
+        return runner.launch(output) if runner.buffer is not None else self._thread.submit(runner.execute_model, output)
 
     def keep_samples(self, log: SampleLog | None) -> None:
         if self._runner is not None:
