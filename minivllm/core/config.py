@@ -796,7 +796,7 @@ class EngineArgs(_ModelArgs):
 
     @property
     def executor(self) -> str:
-        """The executor: the one asked for, or the one that has so many ranks."""
+        """The executor: the one asked for, or the one for this number of ranks."""
         return self.distributed_executor_backend or ("uni" if self.world_size == 1 else "mp")
 
     def _check_quantization(self) -> None:
@@ -866,7 +866,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that an engine runs by. Made by `resolve`, written by nobody afterwards."""
+    """Everything that an engine runs by. Made by `resolve`, not written to afterwards."""
 
     args: EngineArgs
     model: ModelFacts

@@ -38,7 +38,7 @@ def replica_args(args: EngineArgs, rank: int) -> EngineArgs:
 
 
 def replica_environment(args: EngineArgs, rank: int) -> dict[str, str]:
-    """What a replica's environment has besides this one's: a share of the cores, and GPUs of its own."""
+    """What a replica's environment has besides this one's: a share of the cores, and its own GPUs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = str(max(1, cores // args.data_parallel_size))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")

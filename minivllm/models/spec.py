@@ -318,7 +318,7 @@ class DecoderSpec:
             yield from ((name.removesuffix(rule.suffix) + part, value) for part, value in parts.items())
 
     def mtp_layer(self) -> "DecoderSpec":
-        """The layer that drafts tokens as a decoder by itself, without an embedding and an output layer of its own.
+        """The layer that drafts tokens as a decoder by itself, without its own embedding and output layer.
 
         Raises:
             ValueError: there is none, or there are several.
@@ -554,7 +554,7 @@ def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int 
 def read_layer_types(
     r: ConfigReader, every: int, usual: str = "sliding_attention", every_nth: str = "full_attention"
 ) -> list[str]:
-    """`layer_types` of the config; without it the `usual` one, but for every so many layers `every_nth`."""
+    """`layer_types` of the config; without it the `usual` one, but for each `every`-th layer `every_nth`."""
     given, count = r.get("layer_types"), r.need("num_hidden_layers")
     return given or [usual if (i + 1) % every else every_nth for i in range(count)]
 

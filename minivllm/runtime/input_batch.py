@@ -45,7 +45,7 @@ class StepInputs:
 
     request_ids: the B requests. rows: int64 [B], their rows. counts: int64 [B], their tokens in this step. starts: int64 [B + 1],
     where they begin among the T. token_ids, positions: int64 [T]. attention: one AttentionBatch for each KV cache group; a
-    draft token, and the token before the first, is a request of its own there.
+    draft token, and the token before the first, is a separate request there.
     last_token: int64 [B], index into the T tokens of each request's last one.
     samples: bool [B], whether a new token is sampled: the last scheduled token is the last known one, or a draft token, and the
     row draws.

@@ -78,7 +78,7 @@ def new_swap_caches(
 def step_bytes(config: EngineConfig) -> int:
     """Room for the arrays of a step (see `StepBuffer`), generously: ids, positions, slots and work lists, block tables.
 
-    A draft token takes part in the attention as a request of its own, and has its own row of the block table.
+    A draft token takes part in the attention as a separate request, and has its own row of the block table.
     """
     limits, groups = config.scheduler, len(config.kv_cache.groups)
     per_token, per_row = 16 + 8 + groups * (8 + 32), groups * 64 * 32
@@ -621,7 +621,7 @@ class PendingStep:
         runner, output, token_ids = self.runner, self.output, drawn.token_ids.numpy()
         alive = [runner.sampling.requests.get(view.request_id) is view for view in self.views]  # else it lost its row
         keep = np.flatnonzero(alive)
-        known = token_ids[keep].clip(min=0)  # -1 for one that failed: it may be in the next step already, in vain
+        known = token_ids[keep].clip(min=0)  # -1 for one that failed, which may be in the next step already
         runner.batch.set_tokens(self.rows[keep], self.places[keep], known)
         for view, token_id, logprobs, lives in zip(self.views, token_ids.tolist(), drawn.logprobs, alive, strict=True):
             if view.request_id in drawn.errors:

@@ -88,7 +88,7 @@ def read_experts(
 
 @family("MixtralForCausalLM", "mixtral")
 def mixtral(r: ConfigReader) -> DecoderSpec:
-    """Mixtral: Mistral with experts, under names of its own."""
+    """Mixtral: Mistral with experts, under its own names."""
     router = RouterSpec(top_k=r.get("num_experts_per_tok", 2), normalize=True, name="block_sparse_moe.gate")
     moe = read_experts(r, 8, r.need("intermediate_size"), router, field="num_local_experts")
     weights = {"gate": "w1", "up": "w3", "down": "w2"}

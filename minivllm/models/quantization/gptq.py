@@ -28,7 +28,7 @@ class WatchedLinear(LinearMethod):
 
     def create_weights(self, *args: object, **kwargs: object) -> None:
         """See `LinearMethod`. The weights are the inner method's."""
-        raise TypeError("WatchedLinear has no weights of its own")
+        raise TypeError("WatchedLinear has no weights")
 
     def process_weights_after_loading(self) -> None:
         self.inner.process_weights_after_loading()
