@@ -275,7 +275,7 @@ class KVCacheManager:
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Register the full blocks among a request's first `num_tokens` tokens: this step, or one before, computes them.
 
-        Whoever is scheduled later in this step, or in a later one, may share them, since steps run in order. If the step is
+        A request that is scheduled later in this step, or in a later one, may share them, since steps run in order. If the step is
         not run after all, `uncache_blocks` takes them back.
         """
         for group in self.caching_groups:

@@ -395,7 +395,7 @@ _ROLES = ("system", "user", "assistant", "model", "developer")
 
 
 def _asked(tokenizer: Any, prompt: list[int]) -> list[int]:
-    """The part of a prompt that somebody wrote last: between special tokens, without the role that a chat template puts before it."""
+    """The part of a prompt that was written last: between special tokens, without the role that a chat template puts before it."""
     special, parts = set(getattr(tokenizer, "all_special_ids", ())), [list[int]()]
     for token in prompt:
         if token in special:

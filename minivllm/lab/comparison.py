@@ -124,7 +124,7 @@ def first_difference(a: Trace, b: Trace, names: dict[str, str] | None = None, mo
 
     Args:
         names: what the requests of b are called in a, where that differs.
-        most: for so many requests, reasons are given.
+        most: for at most this many requests, reasons are given.
     """
     left, right = decisions(a), decisions(b, names)
     back = {theirs: mine for mine, theirs in (names or {}).items()}
