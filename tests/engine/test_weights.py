@@ -164,7 +164,9 @@ def test_what_sleep_gives_back(tmp_path):
         for cache in executor.runner.kv_caches:
             cache.fill_(1.0)
         cache = sum(cache.nbytes for cache in executor.runner.kv_caches)
-        weights = sum(4 * n for n in map(torch.Size.numel, map(torch.Size, executor.runner.model.spec.weight_shapes().values())))
+        weights = sum(
+            4 * n for n in map(torch.Size.numel, map(torch.Size, executor.runner.model.spec.weight_shapes().values()))
+        )
         assert min(cache, weights) > 30e6
         full = resident()
         llm.sleep(level=1)

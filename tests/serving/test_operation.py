@@ -317,9 +317,7 @@ def test_sleep_and_other_weights_in_development_mode(tiny: LiveServer, tiny_args
         assert server.post("/sleep?level=2").status_code == 200
         assert server.post("/sleep").status_code == 409 and server.get("/is_sleeping").json() == {"is_sleeping": True}
         found: list[str] = []
-        thread = threading.Thread(
-            target=lambda: found.append(server.post(COMPLETE, ask).json()["choices"][0]["text"])
-        )
+        thread = threading.Thread(target=lambda: found.append(server.post(COMPLETE, ask).json()["choices"][0]["text"]))
         thread.start()
         assert server.post("/wake_up?tags=weights&tags=kv_cache").status_code == 200 and not found
         body = {"model_path": tiny_args.model, "weight_version": 5, "abort_all_requests": False}
