@@ -165,9 +165,9 @@ class DraftLength:
     def _account(self, saved: float, plain: float, seconds: float) -> None:
         """Count the seconds that a step saves by its drafts, the proposer's `seconds` taken off. plain: seconds of a step without."""
         self._saved = self.KEEP * self._saved + (1 - self.KEEP) * saved
-        if self._saved < (1 - self.MARGIN) * plain:
+        if self._saved < (least := (1 - self.MARGIN) * plain):
             self._pause = min(2 * self._pause + 1, self.LONGEST_PAUSE, math.ceil(seconds / (self.ASKING * plain)))
-            self._left, self._saved = self._pause, 0.0
+            self._left, self._saved = self._pause, least  # the next answer decides
         elif saved > 0:
             self._pause = 0
 
