@@ -29,7 +29,7 @@ from minivllm.multimodal.mrope import MRope
 from minivllm.multimodal.outputs import EncoderOutputs, MediaEncoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
-from minivllm.runtime.kv_connectors import make_connector_worker
+from minivllm.runtime.kv_connectors import ConnectorWorker, make_connector_worker
 from minivllm.runtime.pooler import Pooler
 from minivllm.runtime.sample_record import SampleLog, forget_samples, log_samples
 from minivllm.sampling.grammar import GrammarCompiler
@@ -237,8 +237,9 @@ class ModelRunner:
         self._update_rows(output, pending.output)
         if output.swap_out or output.swap_in:
             self._swap_blocks(output)
-        if (transfers := output.kv_connector_metadata) is not None and self.connector is not None:
-            pending.output.invalid_block_ids = self.connector.start_load_kv(transfers)
+        transfers = output.kv_connector_metadata
+        if self.connector is not None:
+            self._load_blocks(self.connector, output, pending.output)
         if output.scheduled_encoder_inputs or output.free_encoder_mm_hashes:
             self.media.update(output)
         if not output.total_num_scheduled_tokens:
@@ -285,6 +286,13 @@ class ModelRunner:
             self.connector.wait_for_save(transfers)
         self._latest = pending
         return pending
+
+    def _load_blocks(self, connector: ConnectorWorker, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        if (transfers := output.kv_connector_metadata) is not None:
+            result.invalid_block_ids = connector.start_load_kv(transfers)
+        idle = not output.total_num_scheduled_tokens
+        result.finished_sending, result.finished_recving = connector.get_finished(idle)
+        result.invalid_block_ids |= connector.get_block_ids_with_load_errors()
 
     def learn(self, tokens: Mapping[str, list[int]]) -> None:
         """Store the newest token of each request, which the last pipeline stage has sampled. For the stages before it."""
