@@ -502,8 +502,8 @@ class ModelRunner:
         if self._states is not None:
             states, self._states = self._hidden_states(*self._states), None
             drafter.read(states)
-        requests = [r for name, new in sampled.items() if (r := self._draft_request(name, new[-1])) is not None]
-        result.draft_token_ids = drafter.propose(requests, len(sampled))
+        asked = (r for name, new in sampled.items() if (r := self._draft_request(name, new[-1])) is not None)
+        result.draft_token_ids = drafter.propose(asked, len(sampled))
         if drafter.problem is not None:
             result.proposer_error = f"{type(drafter.problem).__name__}: {drafter.problem}"
 
