@@ -79,6 +79,8 @@ def _word(event: Event, step: int) -> str:
         return "waited"
     if kind == "wait":
         return f"waited: {REASONS.get(event[2], event[2])} (since step {max(step, 0)})"
+    if kind == "kv_wait":
+        return f"waited: {REASONS['remote_kv']} (since step {max(step, 0)})"
     if kind == "admit":
         return f"was running (since step {step}) but got no token"
     if kind == "preempt":

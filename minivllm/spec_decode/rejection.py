@@ -231,11 +231,9 @@ class RejectionSampler:
         return token_ids.index_copy(0, where, choose_by_ratio(logits[where], q, x, *chances))
 
     def _by_chance(self, token_ids: Tensor, batch: DraftBatch, rate: float) -> Tensor:
-        """In rows with a draft token, this with a chance of `rate`, else any other."""
+        """In rows with a draft token, this with a chance of `rate`, else another: the next one of the vocabulary."""
         u = uniforms(batch.column("seed") ^ np.uint64(self.SYNTHETIC), batch.column("num_output_tokens"))
-        accepted = np.where(u < rate, batch.draft_ids, NO_DRAFT)
-        drafts, accepted = torch.from_numpy(np.stack([batch.draft_ids, accepted])).to(
-            token_ids.device, non_blocking=True
-        )
-        other = torch.where(token_ids == drafts, (token_ids + 1) % batch.vocab_size, token_ids)
-        return torch.where(accepted == NO_DRAFT, other, accepted)
+        forced = np.where(u < rate, batch.draft_ids, (batch.draft_ids + 1) % batch.vocab_size)
+        forced[batch.draft_ids == NO_DRAFT] = NO_DRAFT
+        there = torch.from_numpy(forced).to(token_ids.device, non_blocking=True)
+        return torch.where(there == NO_DRAFT, token_ids, there)

@@ -152,10 +152,10 @@ def _layout(
     start, tiles: int64, the first tile of each sequence and how many there are.
     """
     low, count = np.frombuffer(start, np.int64), np.frombuffer(tiles, np.int64)
-    if batch_invariant:
-        warps, chunk = 4, np.maximum(FIXED_CHUNK, -(-count // MAX_PARTS))
-    else:
-        warps, chunk = choose_chunk(count, heads, multiprocessors, max_warps)
+    warps, chunk = 4, np.maximum(FIXED_CHUNK, -(-count // MAX_PARTS))
+    if not batch_invariant:
+        warps, fitting = choose_chunk(count, heads, multiprocessors, max_warps)
+        chunk = np.array(fitting)
     every = np.arange(len(count))
     items, slots = cut(every, every, low * TILE, (low + count) * TILE, chunk)
     return DecodePlan(items, slots, warps)
