@@ -419,6 +419,14 @@ class Decoder(Module):
         self._fill(weights)  # a function by itself: what it held of the checkpoint is gone before weights are packed
         self.process_weights_after_loading()
 
+    def renew(self) -> None:
+        """Make room for weights that are loaded anew by `load_weights`, which must follow: see `Linear.renew`."""
+        for linear in [*self.linears(), *([] if self.head is None else [self.head])]:
+            linear.renew()
+        for layer in self.layers:
+            layer.mixer.renew()
+            layer.mlp.renew()
+
     def _fill(self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]) -> None:
         family, shapes, optional = self.spec.family, self.spec.weight_shapes(), dict(self._optional_targets())
         targets, waiting = dict(self.targets()), self._quantized_early()
