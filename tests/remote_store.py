@@ -18,7 +18,7 @@ class Store(KVConnector):
         super().__init__(
             KVTransferConfig(kv_connector="Store", kv_connector_extra_config={"load_async": True}), block_size, 1, ""
         )
-        self.held, self.keeps = set(), keeps
+        self.held, self.keeps, self.stubborn = set(), keeps, False
 
     def holds(self, key):
         return key in self.held
@@ -30,7 +30,8 @@ class Store(KVConnector):
         return None if key in self.held else self.held.add(key) or (key,)
 
     def forget(self, key):
-        self.held.discard(key)
+        if not self.stubborn:
+            self.held.discard(key)
 
     def clear(self):
         self.held.clear()

@@ -329,7 +329,7 @@ class ModelRunner:
         if (transfers := output.kv_connector_metadata) is not None:
             result.invalid_block_ids = connector.start_load_kv(transfers)
         idle = not output.total_num_scheduled_tokens
-        result.finished_sending, result.finished_recving = connector.get_finished(idle)
+        result.finished_sending, result.finished_recving = connector.get_finished(output.finished, idle)
         result.invalid_block_ids |= connector.get_block_ids_with_load_errors()
 
     def learn(self, tokens: Mapping[str, list[int]]) -> None:

@@ -157,6 +157,18 @@ def test_blocks_of_an_aborted_request_stay_until_the_transfer_has_ended():
     assert pool.num_free == pool.num_blocks
 
 
+def test_a_store_that_never_brings_what_it_says_it_has_stops_no_request():
+    scheduler, memory, arrived = engine(requests=2)
+    scheduler.connector.stubborn, memory.spoils = True, lambda: True
+    arrived |= {"0", "1"}
+    trace = scheduler.record()
+    for _ in range(20):
+        step(scheduler, memory)
+    assert not scheduler.requests and memory.spoilt == 4 == scheduler.connector.num_async_failures * 2
+    trace.check()
+    assert any("could not be" in line for line in trace.why("0"))
+
+
 def test_one_that_has_not_started_loses_its_blocks_before_one_that_runs():
     scheduler, memory, arrived = engine(max_num_seqs=1, num_gpu_blocks=7)
     step(scheduler, memory)
