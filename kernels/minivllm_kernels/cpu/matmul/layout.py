@@ -343,7 +343,7 @@ class QuantizedMatmul(Matmul):
         super().__init__(few, self._items, outputs, inputs, x_bits, out_bits, words, bias, scales, *extra)
 
     def __call__(self, x: int, out: int, rows: int, threads: int) -> None:
-        """See `Matmul`. Many rows are rounded by a kernel of its own, which all threads share."""
+        """See `Matmul`. Many rows are rounded by a separate kernel, which all threads share."""
         args = self.args
         for first in range(0, rows, self.ROWS_PER_LAUNCH):
             n = min(self.ROWS_PER_LAUNCH, rows - first)
@@ -358,7 +358,7 @@ class QuantizedMatmul(Matmul):
                 self._launch(kernel(*self._by_tiles), 0, (2 * PANEL + 4 * places) * ITEM, threads)
 
     def _launch(self, matmul: Kernel, places: int, size: int, threads: int) -> None:
-        """Round the rows to so many places, if any, and multiply with `size` bytes of memory for each thread."""
+        """Round the rows to this many places, if any, and multiply with `size` bytes of memory for each thread."""
         args, size = self.args, -(-size // 64) * 64
         rounded = places // TILE * self.rows_bytes
         room = LAUNCHER.scratch(rounded + threads * size)
