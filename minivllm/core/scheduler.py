@@ -1077,6 +1077,11 @@ class Scheduler(Recorder):
             ended.append(request_id)
         return ended
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether a connector copies blocks of requests that have ended."""
+        return not self._kept.keys() <= self._receiving.keys()
+
     def has_requests(self) -> bool:
         """Whether there is anything left to do: unfinished requests, rows that the runner must still drop, blocks that a connector still fills."""
         return bool(self.requests or self._finished or self._receiving)
