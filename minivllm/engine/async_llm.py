@@ -9,7 +9,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self, TypeVar, Unpack
 
@@ -20,6 +20,7 @@ from minivllm.engine.input_processor import ProcessedInput, PromptType, RequestO
 from minivllm.engine.llm_engine import LLMEngine, warm_up
 from minivllm.engine.outputs import FinishedRequest, RequestOutput
 from minivllm.lora.adapter import LoRARequest
+from minivllm.runtime.weights import Function, Weights
 from minivllm.sampling.params import RequestOutputKind, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 
@@ -64,7 +65,7 @@ class EngineDeadError(RuntimeError):
 class RequestStream:
     """The outputs of one request, in the loop that asked for it: ``async for output in stream``.
 
-    Whoever stops before the end calls `aclose`, which aborts the request. One output waits at most: of a reader that is slow, deltas are
+    A reader that stops before the end calls `aclose`, which aborts the request. One output waits at most: of a reader that is slow, deltas are
     joined, and of cumulative outputs the newest is kept.
     """
 
@@ -117,7 +118,7 @@ class RequestStream:
 class AsyncLLM:
     """One engine for many callers in asyncio. Make one with `from_engine_args`.
 
-    A thread drives the engine; the engine's core runs in that thread, or in a process of its own. If it raises or the process ends, it is
+    A thread drives the engine; the engine's core runs in that thread, or in a separate process. If it raises or the process ends, it is
     dead: every stream and every later call raises EngineDeadError. ``on_death``: called once, in the thread, when that happens.
     A policy that raises costs no request: the standard one takes its place, and ``policy_error`` is what it raised.
     """
@@ -144,7 +145,7 @@ class AsyncLLM:
     ) -> Self:
         """Load the model and start. ``options``: see `LLMEngine.from_engine_args`.
 
-        ``engine_in``: "thread", or "process" for an engine core in a process of its own (see `engine.core_process`); with
+        ``engine_in``: "thread", or "process" for an engine core in a separate process (see `engine.core_process`); with
         ``args.data_parallel_size`` several of them, and the option ``router`` chooses among them (see `core.routing`).
         ``warm``: rehearse first, so that the first request does not pay for it (see `llm_engine.warm_up`).
 
@@ -229,7 +230,7 @@ class AsyncLLM:
                 elif not self._inbox:
                     self._wakeup.wait()
                     engine.core.check_health()
-        except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
+        except BaseException as error:  # noqa: BLE001 - every waiting caller must hear of it, whatever it is
             self.dead_error = error
         self._end()
 
@@ -271,7 +272,7 @@ class AsyncLLM:
                     self._streams.pop(stream.request_id, None)
 
     def _end(self) -> None:
-        """The thread's last act: nobody may be left waiting."""
+        """The thread's last act: no caller may be left waiting."""
         with self._lock:
             self._closing = True
             jobs, self._inbox = self._inbox, deque()
@@ -339,7 +340,7 @@ class AsyncLLM:
         return await asyncio.get_running_loop().run_in_executor(self._inputs, work)
 
     def _forget(self, request_id: str) -> None:
-        """Abort a request that nobody reads any more."""
+        """Abort a request that is no longer read."""
 
         def job(engine: LLMEngine) -> None:
             if self._streams.pop(request_id, None) is not None:
@@ -410,6 +411,36 @@ class AsyncLLM:
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `EngineCore.reset_prefix_cache`."""
         return await self.call(lambda engine: engine.reset_prefix_cache(reset_running_requests))
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """See `EngineCore.sleep`. Requests that come meanwhile wait."""
+        await self.call(lambda engine: engine.sleep(level, mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See `EngineCore.wake_up`."""
+        await self.call(lambda engine: engine.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether no step can run."""
+        return await self.call(lambda engine: engine.is_sleeping())
+
+    async def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
+        """See `EngineCore.load_weights`."""
+        return await self.call(lambda engine: engine.load_weights(weights, version, mode))
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """See `Executor.collective_rpc`. With an engine in another process, plain values can cross."""
+        return await self.call(lambda engine: engine.collective_rpc(method, timeout, args, kwargs))
+
+    async def apply_model(self, function: Function) -> list[Any]:
+        """See `EngineCore.apply_model`."""
+        return await self.call(lambda engine: engine.apply_model(function))
 
     async def record_to(self, path: str) -> None:
         """Record what the scheduler does, from now on; the shutdown writes the file (.jsonl or .parquet)."""

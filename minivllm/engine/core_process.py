@@ -1,4 +1,4 @@
-"""EngineCore in a process of its own, and its client."""
+"""EngineCore in a separate process, and its client."""
 
 # Generated from nbs/engine/core_process.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from minivllm.core.clock import WallClock
@@ -24,6 +24,7 @@ from minivllm.engine.llm_engine import LLMEngine, load_tokenizer, warm_up
 from minivllm.engine.wire import Channel, from_columns, in_columns
 from minivllm.lora.adapter import AdapterError
 from minivllm.runtime.executor import read_model
+from minivllm.runtime.weights import Weights, as_path
 from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
 
@@ -33,7 +34,10 @@ __all__ = [
 ]  # fmt: skip
 
 logger = logging.getLogger("minivllm.engine")
-CALLS = ("reset_prefix_cache", "record_to", "is_lora_read", "pin_lora", "unpin_lora")
+CALLS = (
+    "reset_prefix_cache", "record_to", "is_lora_read", "pin_lora", "unpin_lora", "sleep", "wake_up", "is_sleeping", "load_weights",
+    "collective_rpc",
+)  # fmt: skip
 """Methods of EngineCore that the other side may call. Arguments and results must be able to cross (see `engine.wire`)."""
 
 
@@ -114,7 +118,7 @@ class EngineCoreProc:
     def _send(self, kind: str, value: Any) -> None:
         try:
             self.channel.send([kind, value, self.core.get_stats(), self._taken])
-        except OSError:  # nobody is there any more; the listener has seen it too
+        except OSError:  # the other end is gone; the listener has seen it too
             self._put(["stop"])
 
 
@@ -183,6 +187,10 @@ class RemoteCore:
         assert self.grammar is not None
         return self.grammar.submit(params)
 
+    def apply_model(self, function: Any) -> list[Any]:
+        """Raises EngineProcessError."""
+        raise EngineProcessError('a function cannot cross to an engine in another process; use engine_in="thread"')
+
     def watch(self, callback: Callable[[], None]) -> None:
         """There is no need: a file becomes readable, see `fileno`."""
 
@@ -191,7 +199,7 @@ class RemoteCore:
 
 
 class EngineCoreClient(RemoteCore):
-    """An engine core in a process of its own, with the methods of `EngineCore`. One thread uses it; `get_stats` is for all.
+    """An engine core in a separate process, with the methods of `EngineCore`. One thread uses it; `get_stats` is for all.
 
     ``options``: see `LLMEngine.from_engine_args`; objects that would have to cross (policies, transforms) cannot.
     ``warm``: whether to rehearse first, see `llm_engine.warm_up`. ``environment``: what the process has besides this one's.
@@ -250,7 +258,7 @@ class EngineCoreClient(RemoteCore):
             self._send("abort", alive)
         return alive
 
-    def fileno(self) -> int | None:
+    def fileno(self) -> int:
         """The channel: it becomes readable when a step's outputs have come."""
         return self.channel.fileno()
 
@@ -309,6 +317,33 @@ class EngineCoreClient(RemoteCore):
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `EngineCore.reset_prefix_cache`."""
         return bool(self._call("reset_prefix_cache", reset_running_requests))
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """See `EngineCore.sleep`."""
+        self._call("sleep", level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See `EngineCore.wake_up`."""
+        self._call("wake_up", None if tags is None else list(tags))
+
+    def is_sleeping(self) -> bool:
+        """See `EngineCore.is_sleeping`."""
+        return bool(self._call("is_sleeping"))
+
+    def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
+        """See `EngineCore.load_weights`. Tensors cross by a file."""
+        with as_path(weights) as path:
+            return int(self._call("load_weights", path, version, mode))
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """See `EngineCore.collective_rpc`; plain values can cross, see `engine.wire`."""
+        return list(self._call("collective_rpc", method, timeout, list(args), dict(kwargs or {})))
 
     def record_to(self, path: str) -> None:
         """Record from now on; the file is written at the shutdown. Raises RuntimeError if a recording is under way."""
@@ -371,7 +406,7 @@ def _start_process(environment: Mapping[str, str]) -> tuple["subprocess.Popen[by
 
 
 def connect_engine(args: EngineArgs, *, warm: bool = False, **options: Any) -> LLMEngine:
-    """An LLMEngine whose core runs in a process of its own. Raises what `EngineCoreClient` raises."""
+    """An LLMEngine whose core runs in a separate process. Raises what `EngineCoreClient` raises."""
     return around(EngineCoreClient(args, warm=warm, **options), args)
 
 

@@ -3,7 +3,7 @@
 # Generated from nbs/engine/data_parallel.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import os
-import select
+import selectors
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +17,7 @@ from minivllm.core.ray_cluster import cluster_environment, join_cluster, leave_c
 from minivllm.core.request import Request
 from minivllm.core.routing import ROUTERS, PrefixAware, Replica, Router
 from minivllm.engine.core_process import EngineCoreClient, RemoteCore
+from minivllm.runtime.weights import Weights, as_path
 
 
 def replica_args(args: EngineArgs, rank: int) -> EngineArgs:
@@ -38,7 +39,7 @@ def replica_args(args: EngineArgs, rank: int) -> EngineArgs:
 
 
 def replica_environment(args: EngineArgs, rank: int) -> dict[str, str]:
-    """What a replica's environment has besides this one's: a share of the cores, and GPUs of its own."""
+    """What a replica's environment has besides this one's: a share of the cores, and its own GPUs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = str(max(1, cores // args.data_parallel_size))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -71,9 +72,9 @@ class DataParallelCore(RemoteCore):
         self.generation_config = self.cores[0].generation_config
         self.decisions: deque[tuple[float, str, int, str]] = deque(maxlen=10_000)
         self._home: dict[str, tuple[Replica, int]] = {}
-        self._poll = select.epoll() if hasattr(select, "epoll") else select.kqueue()  # type: ignore[attr-defined]
+        self._poll = selectors.DefaultSelector()
         for core in self.cores:
-            _watch(self._poll, core.fileno())
+            self._poll.register(core, selectors.EVENT_READ)
 
     @classmethod
     def start(cls, args: EngineArgs, router: Router | None = None, **options: Any) -> "DataParallelCore":
@@ -136,7 +137,7 @@ class DataParallelCore(RemoteCore):
                 ended += self.cores[replica.index].abort([request_id])
         return ended
 
-    def fileno(self) -> int | None:
+    def fileno(self) -> int:
         """It becomes readable when a replica has outputs."""
         return self._poll.fileno()
 
@@ -148,7 +149,7 @@ class DataParallelCore(RemoteCore):
         """The outputs that have come; waits for some. Raises EngineProcessError if a replica has ended."""
         ready = [core for core in self.cores if core.has_requests()]
         if not ready:
-            _wait(self._poll)
+            self._poll.select()
             ready = [core for core in self.cores if core.has_requests()]
         outputs = [output for core in ready for output in core.step()]
         for output in outputs:
@@ -157,16 +158,39 @@ class DataParallelCore(RemoteCore):
         return outputs
 
     def get_stats(self) -> dict[str, float]:
-        """See `EngineCore.get_stats`: sums, and for shares the mean, of all replicas."""
+        """See `EngineCore.get_stats`: sums, and for shares and versions the mean, of all replicas."""
         stats = [core.get_stats() for core in self.cores]
         names = dict.fromkeys(name for one in stats for name in one)
-        count = {name: len(stats) if name.endswith("_perc") else 1 for name in names}
+        count = {name: len(stats) if name.endswith(("_perc", "_version")) else 1 for name in names}
         return {name: sum(one.get(name, 0) for one in stats) / count[name] for name in names}
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `EngineCore.reset_prefix_cache`; whether all did."""
         done = [core.reset_prefix_cache(reset_running_requests) for core in self.cores]
         return all(done)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """See `EngineCore.sleep`; all replicas do."""
+        for core in self.cores:
+            core.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See `EngineCore.wake_up`; all replicas do."""
+        for core in self.cores:
+            core.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether one of them sleeps."""
+        return any(core.is_sleeping() for core in self.cores)
+
+    def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
+        """See `EngineCore.load_weights`; one replica after the other."""
+        with as_path(weights) as path:
+            return max([core.load_weights(path, version, mode) for core in self.cores])
+
+    def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """See `EngineCore.collective_rpc`; the results of all replicas, one after the other."""
+        return [result for core in self.cores for result in core.collective_rpc(method, *args, **kwargs)]
 
     def record_to(self, path: str) -> None:
         """See `EngineCoreClient.record_to`: a file for each replica, with its number before the suffix."""
@@ -203,19 +227,3 @@ class DataParallelCore(RemoteCore):
             self.on_ray = False
         if self.grammar is not None:
             self.grammar.shutdown()
-
-
-def _watch(poll: Any, number: int | None) -> None:
-    assert number is not None
-    if hasattr(select, "epoll"):
-        poll.register(number, select.EPOLLIN)
-    else:
-        added = select.kevent(number, select.KQ_FILTER_READ, select.KQ_EV_ADD)  # type: ignore[attr-defined]
-        poll.control([added], 0)
-
-
-def _wait(poll: Any) -> None:
-    if hasattr(select, "epoll"):
-        poll.poll()
-    else:
-        poll.control([], 1)

@@ -15,6 +15,7 @@ import msgpack
 import numpy as np
 
 from minivllm.core import config, encoder_cache, output, request
+from minivllm.runtime.executors.broadcast import receive_exactly
 from minivllm.sampling import logprobs, params, pooling
 
 CLASSES: tuple[type, ...] = (
@@ -83,7 +84,8 @@ def _decode(code: int, data: bytes) -> Any:
 
 
 def in_columns(outputs: Sequence[output.EngineCoreOutput]) -> list[Any]:
-    """The outputs of a step: those with more to say than tokens whole, then ids, tokens and cached tokens of the rest, a list each."""
+    """The outputs of a step: those with more to say than tokens whole, then ids, tokens, cached tokens and weight versions of the
+    rest, a list each."""
     whole: list[output.EngineCoreOutput] = []
     plain: list[output.EngineCoreOutput] = []
     for o in outputs:
@@ -91,6 +93,7 @@ def in_columns(outputs: Sequence[output.EngineCoreOutput]) -> list[Any]:
         (plain if more == (None,) * 6 else whole).append(o)
     return [
         whole, [o.request_id for o in plain], [o.new_token_ids for o in plain], [o.num_cached_tokens for o in plain],
+        [o.weight_version for o in plain],
     ]  # fmt: skip
 
 
@@ -98,8 +101,8 @@ def from_columns(columns: Sequence[Any]) -> list[output.EngineCoreOutput]:
     """The outputs again, in the order of `in_columns`."""
     whole, *plain = columns
     return whole + [
-        output.EngineCoreOutput(name, token_ids, num_cached_tokens=cached)
-        for name, token_ids, cached in zip(*plain, strict=True)
+        output.EngineCoreOutput(name, token_ids, num_cached_tokens=cached, weight_version=version)
+        for name, token_ids, cached, version in zip(*plain, strict=True)
     ]
 
 
@@ -126,21 +129,8 @@ class Channel:
 
     def receive(self) -> Any:
         """The next value; waits for it. Raises EOFError if the other end is gone."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        return unpack(self._read(length))
-
-    def _read(self, count: int) -> bytes:
-        parts = []
-        while count:
-            try:
-                part = self.sock.recv(min(count, 1 << 20))
-            except OSError as error:
-                raise EOFError(str(error)) from error
-            if not part:
-                raise EOFError("the other end has closed")
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
+        (length,) = _LENGTH.unpack(receive_exactly(self.sock, _LENGTH.size))
+        return unpack(receive_exactly(self.sock, length))
 
     def ready(self) -> bool:
         """Whether something has come, or the other end is gone."""

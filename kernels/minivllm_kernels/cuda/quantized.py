@@ -584,8 +584,8 @@ def _finish(plan: Plan) -> Any:
     FACTOR, stores = 2.0 ** (down - up), [_store_sums(i * 8 * COLUMN * 4) for i in range(MT * TILES)]
 
     def stored(i: int) -> Any:
-        store, rest = stores[i], stored(i + 1) if i + 1 < len(stores) else None
-        MORE = rest is not None
+        store, rest = stores[i], stored(i + 1) if i + 1 < len(stores) else stores[i]
+        MORE = i + 1 < len(stores)
 
         @device
         def leave(base, at, totals):

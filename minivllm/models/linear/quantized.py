@@ -12,12 +12,13 @@ from minivllm.models.linear.cpu import few_rows_matmul
 from minivllm.models.linear.grouped import (
     GroupedWeight,
     QuantizedWeight,
+    RepackedWeight,
     StoredLinear,
     pack_nibbles,
     unpack_nibbles,
 )
 from minivllm.models.linear.unquantized import TorchLinear
-from minivllm_kernels.cpu.matmul.layout import ITEM, SPAN, QuantizedMatmul
+from minivllm_kernels.cpu.matmul.layout import FEW, ITEM, SPAN, QuantizedMatmul, host_tiles
 
 
 def quantize_rows(weight: Tensor) -> GroupedWeight:
@@ -115,8 +116,9 @@ def whole_codes(codes: Tensor) -> tuple[Tensor, float]:
     return (codes * (127 / largest)).round().to(torch.int8), 127 / largest
 
 
-class PackedWeight(QuantizedWeight):
-    """A `GroupedWeight` in the order of the CPU's kernel, which rounds activations to 8 bits, 32 or more of a row together.
+class PackedWeight(RepackedWeight):
+    """A `GroupedWeight` in the order of the CPU's kernel, which rounds activations to 8 bits, 32 or more of a row together, except for
+    many rows of bf16 where there is a tile unit.
 
     A code book that is not made of halves is rounded to parts of 127 of its largest entry.
 
@@ -124,6 +126,7 @@ class PackedWeight(QuantizedWeight):
         dtype: of the activations, float32 or bfloat16.
         bias: float32 [outputs], added to the results.
         out_dtype: of the results, if it is another one.
+        tiles: see `QuantizedMatmul`.
 
     Raises:
         ValueError: `pack_problem`.
@@ -135,6 +138,7 @@ class PackedWeight(QuantizedWeight):
         dtype: torch.dtype,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        tiles: bool = True,
     ) -> None:
         if problem := pack_problem(weight):
             raise ValueError(f"no kernel for this weight: {problem}")
@@ -166,11 +170,8 @@ class PackedWeight(QuantizedWeight):
             out_bits=8 * (out_dtype or dtype).itemsize,
             bias=0 if bias is None else bias.data_ptr(),
             codes=0 if self.table is None else self.table.data_ptr(),
+            tiles=tiles,
         )
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._shape
 
     def apply(self, x: Tensor, matmul: Any = None) -> Tensor:
         """x [T, inputs] to [T, outputs], with the bias. `matmul` is not needed."""
@@ -190,25 +191,6 @@ class PackedWeight(QuantizedWeight):
         scale, *low = self.scales.permute(2, 0, 3, 1).flatten(1, 2)[:, : self._shape[0]].unbind()
         codes = None if self.codes is None else self.codes.float()
         return GroupedWeight(q, scale, low[0] if low else None, codes, self.order, self.inputs)
-
-    def dequantize(self) -> Tensor:
-        """See `QuantizedWeight`."""
-        return self.unpacked().dequantize()
-
-    def narrow(self, dim: int, start: int, length: int) -> Any:
-        """Some outputs or inputs, as a `GroupedWeight`."""
-        return self.unpacked().narrow(dim, start, length)
-
-    def __getitem__(self, rows: Any) -> Any:
-        return self.unpacked()[rows]
-
-    def joined(self, below: Any) -> Any:
-        """None: what is packed is not joined any more."""
-        return None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """See `QuantizedWeight`."""
-        return {"words": self.words, "scales": self.scales}
 
 
 class CPUStoredLinear(StoredLinear):
@@ -253,6 +235,7 @@ class QuantizedLinear(TorchLinear):
     Args:
         bits: 8 (a scale for each output) or 4.
         group: inputs with a scale and a low of their own, for 4 bits.
+        tiles: see `QuantizedMatmul`.
 
     Attributes:
         value: the weight; None until it was loaded.
@@ -260,9 +243,9 @@ class QuantizedLinear(TorchLinear):
 
     capturable = True
 
-    def __init__(self, bits: int, group: int | None = None) -> None:
+    def __init__(self, bits: int, group: int | None = None, tiles: bool = True) -> None:
         super().__init__()
-        self.bits, self.group = bits, group
+        self.bits, self.group, self.tiles = bits, group, tiles
         self.value: QuantizedWeight | None = None
 
     def problem(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -281,7 +264,7 @@ class QuantizedLinear(TorchLinear):
         self.value = self._pack(quantize(weight, self.bits, self.group), own)
 
     def _pack(self, value: GroupedWeight, bias: Tensor | None) -> QuantizedWeight:
-        return PackedWeight(value, self.dtype, bias, self.out_dtype)
+        return PackedWeight(value, self.dtype, bias, self.out_dtype, self.tiles)
 
     def apply(self, x: Tensor) -> Tensor:
         """See `LinearMethod`."""
@@ -314,17 +297,20 @@ class TorchQuantizedLinear(QuantizedLinear):
 
 
 def quantized_linear(name: str) -> QuantizedLinear:
-    """The method `int8`, or `int4_` and the inputs of a group; by torch alone with `torch_` before it."""
-    kind = name.removeprefix("torch_")
-    cls = QuantizedLinear if kind == name else TorchQuantizedLinear
-    return cls(8) if kind == "int8" else cls(4, int(kind.removeprefix("int4_")))
+    """The method `int8`, or `int4_` and the inputs of a group; by torch alone with `torch_` before it, with the same bits in any batch
+    with `invariant_`."""
+    kind = name.removeprefix("torch_").removeprefix("invariant_")
+    cls = TorchQuantizedLinear if name.startswith("torch_") else QuantizedLinear
+    bits, group = (8, None) if kind == "int8" else (4, int(kind.removeprefix("int4_")))
+    return cls(bits, group, not name.startswith("invariant_"))
 
 
 def explain(name: str) -> str:
     """What the weights of a method are, and how they are multiplied, in words."""
-    what, kind = "8 bits, a scale for each output", name.removeprefix("torch_")
+    what, kind = "8 bits, a scale for each output", name.removeprefix("torch_").removeprefix("invariant_")
     if kind != "int8":
         what = f"4 bits, a scale and a low for {kind.removeprefix('int4_')} inputs, output layer 8 bits"
-    if kind != name:
+    if name.startswith("torch_"):
         return f"weights of {what}; torch writes them out in every step"
-    return f"weights of {what}; numba multiplies whole numbers, with activations rounded to 8 bits"
+    many = "" if kind != name or not host_tiles() else f"; more than {FEW} rows of bf16 by the tile unit, as they are"
+    return f"weights of {what}; numba multiplies whole numbers, with activations rounded to 8 bits{many}"

@@ -40,7 +40,7 @@ class MixerSpec(ABC):
         """What a rank computes of the block.
 
         Raises:
-            ValueError: it cannot be split, or not among so many ranks; says why.
+            ValueError: it cannot be split, or not among this many ranks; says why.
         """
         raise ValueError(f"{type(self).__name__.removesuffix('Spec')} cannot be split among ranks (tensor parallelism)")
 
@@ -179,6 +179,9 @@ class Mixer(Module):
 
     def process_weights_after_loading(self) -> None:
         """Called once everything is loaded, and linear layers have their final form."""
+
+    def renew(self) -> None:
+        """Forget what `optional_targets` has loaded. Called before weights are loaded anew."""
 
 
 MIXERS: dict[type[MixerSpec], type[Mixer]] = {}
