@@ -197,7 +197,7 @@ class Decoder(Module):
         """
         spec, method = self.spec, self.linear_method
         if method in QUANTIZED:
-            method = "torch_int8" if method.startswith("torch_") else "int8"
+            method = next((how for how in ("torch_", "invariant_") if method.startswith(how)), "") + "int8"
         elif method in WEIGHT_BITS:
             method = self.backend.linear_method
         shared = self.embedding if spec.tie_word_embeddings or spec.pooler is not None else None

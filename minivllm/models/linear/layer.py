@@ -17,7 +17,7 @@ from minivllm.models.linear.grouped import QuantizedWeight, StoredLinear
 from minivllm.models.linear.unquantized import matmul_by_tiles
 from minivllm.models.parallel import TensorGroup
 
-QUANTIZED = (*INTEGER_BITS, *(f"torch_{name}" for name in INTEGER_BITS))
+QUANTIZED = tuple(f"{how}{name}" for how in ("", "torch_", "invariant_") for name in INTEGER_BITS)
 """Methods that round a weight to 8 bits, or to 4 with a scale for every group of inputs, when it is loaded."""
 
 
