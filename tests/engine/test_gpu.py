@@ -146,7 +146,8 @@ def test_an_engine_reads_blocks_that_it_keeps_in_other_memory(folder, tmp_path):
     extra = {"shared_storage_path": str(tmp_path), "num_blocks": 60}
     transfer = {"kv_connector": "PeerMemoryConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     small = {
-        "dtype": "float32",
+        "dtype": "bfloat16",
+        "attention_backend": "numba_cuda",
         "num_gpu_blocks": 16,
         "max_model_len": 200,
         "max_num_batched_tokens": 48,
