@@ -18,7 +18,7 @@ from minivllm.core.scheduler import Scheduler
 
 
 def decoding(running: int, waiting: int, context: int = 64, policy=None) -> Scheduler:
-    """A scheduler with so many requests in the middle of decoding and so many waiting behind them."""
+    """A scheduler with this many requests in the middle of decoding and this many waiting behind them."""
     blocks = running * (-(-(context + 4096) // 16)) + 1
     config = SchedulerConfig(
         max_num_seqs=running, max_num_batched_tokens=running * context, max_model_len=context + 4096

@@ -71,7 +71,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Decoder], None] | None]] = {
 
 
 def start(name: str, requests: int, tokens: int) -> LLM:
-    """An engine with so many requests, past their prompts."""
+    """An engine with this many requests, past their prompts."""
     arguments, change = VARIANTS[name]
     with patch.object(cpu_linear, "host_tiles", lambda: False) if name == WITHOUT_TILES else nullcontext():
         llm = LLM("smollm2", **{"dtype": "bfloat16"} | arguments, max_model_len=1024, num_gpu_blocks=64 * 40)

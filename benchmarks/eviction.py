@@ -2,7 +2,7 @@
 
     python benchmarks/eviction.py [num_blocks]
 
-Prompts go by one after the other through a cache of so many blocks (10,000), most of which must be evicted again. A row per policy: seconds,
+Prompts go by one after the other through a cache of `num_blocks` blocks (10,000), most of which must be evicted again. A row per policy: seconds,
 their ratio to LRU's, and the share of blocks found. A limit: LFU takes at most twice LRU's time.
 """
 

@@ -98,7 +98,7 @@ def divergence(exact: list[torch.Tensor], other: list[torch.Tensor]) -> tuple[fl
 
 
 def rate(llm: LLM, requests: int, new: int, round_: int) -> float:
-    """Output tokens a second of so many prompts of 64 tokens, which no earlier round has had."""
+    """Output tokens a second of this many prompts of 64 tokens, which no earlier round has had."""
     prompts = np.random.default_rng((round_, requests)).integers(1000, 20000, (requests, 64)).tolist()
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     start = time.perf_counter()

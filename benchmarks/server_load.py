@@ -2,9 +2,9 @@
 
     python benchmarks/server_load.py [--clients 200] [--seconds 60] [--disconnect 0.3] [--model smollm2] [--record]
 
-Two rounds of so many streaming clients, each asking again as soon as it has its answer; a share of the requests is left in the middle. Answers are
+Two rounds of this many streaming clients, each asking again as soon as it has its answer; a share of the requests is left in the middle. Answers are
 compared with those of the same requests alone, so the server runs in batch-invariant mode: otherwise a few answers in a hundred differ because a
-product of many rows rounds differently, and nobody could tell that from a crossed token. Other flags go to the server; the last one of a kind counts.
+matmul of many rows rounds differently, which could not be told from a crossed token. Other flags go to the server; the last one of a kind counts.
 Prints what was found; the exit status is 1 if anything was wrong.
 """
 
@@ -53,7 +53,7 @@ def bodies(count: int) -> list[dict[str, Any]]:
 
 
 async def ask(url: str, body: dict[str, Any], leave_after: int | None = None) -> str | None:
-    """The text of the answer; None if the client left after so many events."""
+    """The text of the answer; None if the client left after this many events."""
     text = ""
     async with request("POST", url + "/v1/completions", body) as response:
         events = 0
@@ -103,7 +103,7 @@ async def gauges(url: str) -> dict[str, float]:
 
 
 async def rest(url: str, seconds: float = 20) -> dict[str, float]:
-    """The gauges when all is quiet, or after so many seconds."""
+    """The gauges when all is quiet, or after this many seconds."""
     end = time.monotonic() + seconds
     while any((now := await gauges(url)).values()) and time.monotonic() < end:
         await asyncio.sleep(0.1)

@@ -32,13 +32,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from routers import conversations
 from tensor_parallel import PROMPT, QWEN3_8B, SMALL, engine, model_folder, prompts, save_small, step_times
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.config import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.lab.readers import read_workload
-from minivllm.lab.workload import WorkloadRequest
 from minivllm_kernels.cuda import ops
 
 KIB = tuple(8 << i for i in range(11))  # 8 KiB to 8 MiB
@@ -200,19 +200,6 @@ def pipeline(args: argparse.Namespace, folder: Path) -> None:
             args.save(result)
 
 
-def conversations(path: Path, most: int) -> list[tuple[list[int], float]]:
-    """Prompts and moments of the first conversations with several turns: requests whose prompts begin as one before, beyond the first block of all."""
-    turns = defaultdict(list)
-    for request in read_workload(path, 4000):
-        if len(request.prompt) > 2 and request.num_prompt_tokens <= 16384:
-            turns[request.prompt[1]].append(request)
-    chosen: list[WorkloadRequest] = []
-    for conversation in turns.values():
-        if len(conversation) > 2 and len(chosen) + len(conversation) <= most:
-            chosen += conversation
-    return sorted(((r.prompt_token_ids(), r.arrival_time) for r in chosen), key=lambda asked: asked[1])
-
-
 async def serve(args: EngineArgs, asked: list[tuple[list[int], float]], seconds: float) -> dict[str, Any]:
     """Requests at the trace's moments, squeezed into this many seconds."""
     llm = AsyncLLM.from_engine_args(args, engine_in="process", warm=True)
@@ -246,7 +233,9 @@ async def serve(args: EngineArgs, asked: list[tuple[list[int], float]], seconds:
 def replicas(args: argparse.Namespace, folder: Path) -> None:
     if args.trace is None:
         raise ValueError("replicas needs --trace: mooncake_conversation.jsonl, or lines of it")
-    big, asked, rows = model_folder(folder / "big", QWEN3_8B), conversations(args.trace, 160), []
+    big, rows = model_folder(folder / "big", QWEN3_8B), []
+    requests = conversations(read_workload(args.trace, 4000), 160)
+    asked = [(request.prompt_token_ids(), request.arrival_time) for request in requests]
     count = sum(len(ids) for ids, _ in asked)
     print(len(asked), "requests,", count, "prompt tokens", flush=True)
     how = {

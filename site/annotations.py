@@ -62,7 +62,7 @@ def join_first_line(_app: Sphinx, what: str, _name: str, _object: object, _optio
 def readable_signature(
     _app: Sphinx, _what: str, _name: str, what: object, _options: object, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    """No signature for a protocol, which nobody calls; fields of a pydantic model by their types alone; `...` for a default of a
+    """No signature for a protocol, which is not called; fields of a pydantic model by their types alone; `...` for a default of a
     dataclass that is a function or made by one, since Sphinx, which cannot parse `<factory>`, would set it all as raw text."""
     if getattr(what, "_is_protocol", False) and isinstance(what, type):
         return "", returns

@@ -42,7 +42,7 @@ def crowd() -> Workload:
 
 
 def simulated(blocks: int, **more) -> Trace:
-    """The crowd in a pool of so many blocks."""
+    """The crowd in a pool of this many blocks."""
     run = simulate(crowd(), config={**LIMITS, "num_gpu_blocks": blocks}, cost_model=COST, **more)
     assert run.trace is not None
     return run.trace

@@ -1,5 +1,6 @@
 """A server on a real port of this machine, in a thread of the test process."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +11,15 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+from httpx._transports import default as transports
 
 from minivllm.core.config import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.sampling.sampler import Sampler
 from minivllm.serving.app import ServerOptions, create_app, listen, server_config
+
+# Every client, of a single request too, would read all certificates of this machine, 20 ms; these servers speak plain HTTP.
+transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 
 
 @dataclass

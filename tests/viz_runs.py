@@ -11,7 +11,17 @@ from minivllm.core.policy import FCFS
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.trace import Trace
-from minivllm.viz.timeline_data import DECODE, FINISHES, PREEMPTED, PREFILL, STALLED, SWAPPED, WAITING, TimelineData
+from minivllm.viz.timeline_data import (
+    DECODE,
+    FINISHES,
+    PREEMPTED,
+    PREFILL,
+    REMOTE,
+    STALLED,
+    SWAPPED,
+    WAITING,
+    TimelineData,
+)
 
 
 class Moody(FCFS):
@@ -66,7 +76,13 @@ def busy_trace(
 
 # What the page must tell of a cell of the timeline, from the spans.
 
-WORDS = {WAITING: "waiting", PREEMPTED: "preempted", SWAPPED: "swapped out", STALLED: "running, but got no tokens"}
+WORDS = {
+    WAITING: "waiting",
+    PREEMPTED: "preempted",
+    SWAPPED: "swapped out",
+    REMOTE: "blocks on their way",
+    STALLED: "running, but got no tokens",
+}
 
 
 def span(data: TimelineData, request: int, step: int) -> int | None:
@@ -102,6 +118,6 @@ def behind(data: TimelineData, request: int, step: int) -> str:
     if not len(heads):
         return ""
     _, first, code = heads[-1].tolist()
-    if first == request or kind_of(data, first, step) not in (WAITING, PREEMPTED, SWAPPED):
+    if first == request or kind_of(data, first, step) not in (WAITING, PREEMPTED, SWAPPED, REMOTE):
         return ""
     return f"behind {data.names.get(data.request_ids[first], data.request_ids[first])} ({data.reasons[code]})"

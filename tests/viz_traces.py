@@ -59,7 +59,7 @@ def make_trace(
 
 
 def named(ids: list[str], steps: int = 60) -> Trace:
-    """Requests of these names, and so many steps: a pool that they have to share."""
+    """Requests of these names, and this many steps: a pool that they have to share."""
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=200)
     scheduler = Scheduler(config, CacheConfig(4, 24))
     made = scheduler.record()
@@ -72,7 +72,7 @@ def named(ids: list[str], steps: int = 60) -> Trace:
 
 
 def aborted(steps: int) -> Trace:
-    """One request that is aborted before it ran, and so many empty steps."""
+    """One request that is aborted before it ran, and this many empty steps."""
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=40)
     scheduler = Scheduler(config, CacheConfig(4, 14))
     made = scheduler.record()

@@ -84,7 +84,6 @@ class NumbaCPUBackend(AttentionBackend):
         return spec.kv_dtype or self.kv_dtype or spec.dtype
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> NumbaCPUPlan:
-        """See `AttentionBackend.plan`."""
         batch.check(spec.block_size)
         step = AttentionStep(
             _shape(spec, self.kv_cache_dtype(spec), self.by_tiles and host_tiles()),
@@ -101,7 +100,6 @@ class NumbaCPUBackend(AttentionBackend):
         return NumbaCPUPlan(spec=spec, slot_mapping=torch.as_tensor(batch.slot_mapping), step=step)
 
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
-        """See `AttentionBackend.attend`."""
         assert isinstance(plan, NumbaCPUPlan)
         q = q if (q.stride(1), q.stride(2)) == (q.shape[2], 1) else q.contiguous()
         out = q.new_empty(q.shape)
@@ -119,7 +117,6 @@ class NumbaCPUBackend(AttentionBackend):
         LAUNCHER.run(writer, pack(tokens, *where, heads, factors), torch.get_num_threads() if tokens > 8 else 1)
 
     def copy_blocks(self, src_cache: Tensor, dst_cache: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """See `AttentionBackend.copy_blocks`."""
         src, dst = {a for a, _ in pairs}, {b for _, b in pairs}
         overlap = src_cache.data_ptr() == dst_cache.data_ptr() and src & dst
         if overlap or len(dst) < len(pairs) or not pairs:

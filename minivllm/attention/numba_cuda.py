@@ -3,6 +3,7 @@
 # Generated from nbs/attention/numba_cuda.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import bisect
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -38,6 +39,7 @@ def _dtype(spec: AttentionSpec) -> str:
     return str(spec.dtype).removeprefix("torch.")
 
 
+@functools.cache
 def _shape(spec: AttentionSpec) -> "AttentionShape":
     from minivllm_kernels.cuda.planning import AttentionShape
 

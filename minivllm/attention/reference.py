@@ -86,7 +86,6 @@ class ReferenceBackend(AttentionBackend):
         return None if spec.causal else spec.beyond_kernels
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> ReferencePlan:
-        """See `AttentionBackend.plan`."""
         batch.check(spec.block_size)
         return ReferencePlan(
             spec=spec,
@@ -96,7 +95,6 @@ class ReferenceBackend(AttentionBackend):
         )
 
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
-        """See `AttentionBackend.attend`."""
         assert isinstance(plan, ReferencePlan)
         spec, batch = plan.spec, plan.batch
         out = q.new_empty(*q.shape[:2], spec.out_dim)

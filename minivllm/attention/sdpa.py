@@ -125,7 +125,6 @@ class SDPABackend(AttentionBackend):
         return None
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> SDPAPlan:
-        """See `AttentionBackend.plan`."""
         batch.check(spec.block_size)
         single = np.diff(batch.query_start_loc) == 1
         rows = np.flatnonzero(single)
@@ -138,7 +137,6 @@ class SDPABackend(AttentionBackend):
         )
 
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
-        """See `AttentionBackend.attend`."""
         assert isinstance(plan, SDPAPlan)
         spec = plan.spec
         if self.scales.k != 1.0:

@@ -45,10 +45,11 @@ class StepBuffer:
             {},
             {},
         ]  # most steps reserve what the last did
+        self._sent: list[dict[int, tuple[Tensor, Tensor]]] = [{}, {}]
 
     def begin(self) -> None:
         """Start a step. Waits, if need be, until the arrays of the last step but one were fetched."""
-        for pair in (self._hosts, self._fetched, self._views):
+        for pair in (self._hosts, self._fetched, self._views, self._sent):
             pair.reverse()
         self.used = 0
         if (event := self._fetched[0]) is not None:
@@ -91,7 +92,13 @@ class StepBuffer:
 
     def send(self) -> None:
         """Copy what was put and reserved since `begin`. The host does not wait."""
-        self._there[: self.used].copy_(self._hosts[0][: self.used], non_blocking=True)
+        sent = self._sent[0]
+        if self.used not in sent:
+            if len(sent) == MAX_VIEWS:
+                sent.clear()
+            sent[self.used] = self._there[: self.used], self._hosts[0][: self.used]
+        there, here = sent[self.used]
+        there.copy_(here, non_blocking=True)
         if self.device.type == "cuda":
             event = self._fetched[0] = self._fetched[0] or torch.cuda.Event()
             event.record()

@@ -796,7 +796,7 @@ class EngineArgs(_ModelArgs):
 
     @property
     def executor(self) -> str:
-        """The executor: the one asked for, or the one that has so many ranks."""
+        """The executor: the one asked for, or the one for this number of ranks."""
         return self.distributed_executor_backend or ("uni" if self.world_size == 1 else "mp")
 
     def _check_quantization(self) -> None:
@@ -866,7 +866,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that an engine runs by. Made by `resolve`, written by nobody afterwards."""
+    """Everything that an engine runs by. Made by `resolve`, not written to afterwards."""
 
     args: EngineArgs
     model: ModelFacts
@@ -1114,7 +1114,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     if not args.enable_chunked_prefill and budget < max_model_len:
         budget, why = max_model_len, "max_model_len, since prompts may not be cut"
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
-    overlaps = machine.device != "cpu" and args.speculative is None and args.pipeline_parallel_size == 1
+    overlaps = machine.device != "cpu" and args.pipeline_parallel_size == 1
     overlap = choose("async_scheduling", args.async_scheduling, overlaps, usual)
     decisions += _explain_machine(args, machine)
     if not args.fp8_kv_cache:

@@ -47,6 +47,10 @@ SCHEMA = {
         "experts": "step loads",
         "kv_load": "request group blocks hashes",
         "kv_save": "group blocks hashes",
+        "kv_wait": "request num_external",
+        "kv_arrive": "request num_computed",
+        "kv_keep": "request blocks",
+        "kv_release": "owner blocks",
     }.items()
 }
 _OPTIONAL = {"update": (None,)}
@@ -104,6 +108,8 @@ class State:
         requests: the unfinished ones.
         waiting: request ids in queue order (new at the end, preempted at the front).
         running: request ids in the order in which they are scheduled.
+        remote: request ids that hold blocks and wait until these are filled from elsewhere, or for a place once they are.
+        kept: blocks of requests that have ended, by request id, which are still copied.
         ref_cnt: per physical block.
         hashes: per physical block, None where nothing reusable is held.
         free: free blocks in the order of reuse.
@@ -122,6 +128,8 @@ class State:
     cpu_free: list[int]
     loras: dict[int, str] = field(default_factory=dict)
     encoder_cache: dict[str, int] = field(default_factory=dict)
+    remote: list[str] = field(default_factory=list)
+    kept: dict[str, list[int]] = field(default_factory=dict)
 
     @staticmethod
     def empty(num_blocks: int, num_groups: int = 1, num_cpu_blocks: int = 0) -> State:
@@ -140,8 +148,12 @@ class State:
         return State(
             self.num_groups, requests, list(self.waiting), list(self.running),
             list(self.ref_cnt), list(self.hashes), list(self.free), list(self.cpu_free), dict(self.loras),
-            dict(self.encoder_cache),
+            dict(self.encoder_cache), list(self.remote), {r: list(blocks) for r, blocks in self.kept.items()},
         )  # fmt: skip
+
+    def queue(self, status: str) -> list[str]:
+        """The list in which requests of a status stand."""
+        return {"RUNNING": self.running, "WAITING_FOR_REMOTE_KVS": self.remote}.get(status, self.waiting)
 
     def owners(self, block_id: int) -> list[str]:
         """The requests whose tables hold a block."""
@@ -203,14 +215,14 @@ class Fold(EventReader):
 
     def _on_admit(self, request: str, num_computed: int, num_cached: int) -> None:
         state = self.now.requests[request]
-        self.now.waiting.remove(request)
+        self.now.queue(state.status).remove(request)
         self.now.running.append(request)
         state.status, state.num_computed_tokens, state.num_cached_tokens = "RUNNING", num_computed, num_cached
 
     def _on_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
         state = self.now.requests[request]
-        if state.status == "RUNNING":
-            self.now.running.remove(request)
+        if (queue := self.now.queue(state.status)) is not self.now.waiting:
+            queue.remove(request)
             self.now.waiting.insert(0, request)
         state.status = "SWAPPED" if mode == "swap" else "PREEMPTED"
         if mode != "swap":
@@ -242,7 +254,23 @@ class Fold(EventReader):
 
     def _on_finish(self, request: str, reason: str, stop_reason: Any) -> None:
         status = self.now.requests.pop(request).status
-        (self.now.running if status == "RUNNING" else self.now.waiting).remove(request)
+        self.now.queue(status).remove(request)
+
+    def _on_kv_wait(self, request: str, num_external: int) -> None:
+        self.now.waiting.remove(request)
+        self.now.remote.append(request)
+        self.now.requests[request].status = "WAITING_FOR_REMOTE_KVS"
+
+    def _on_kv_arrive(self, request: str, num_computed: int) -> None:
+        self.now.requests[request].num_computed_tokens = num_computed
+
+    def _on_kv_keep(self, request: str, blocks: tuple[int, ...]) -> None:
+        its = self.now.requests[request]
+        its.tables, self.now.kept[request] = [[] for _ in its.tables], list(blocks)
+
+    def _on_kv_release(self, owner: str, blocks: tuple[int, ...]) -> None:
+        del self.now.kept[owner]
+        self._release(blocks)
 
     def _on_alloc(self, request: str, group: int, blocks: tuple[int, ...]) -> None:
         self.now.requests[request].tables[group].extend(blocks)

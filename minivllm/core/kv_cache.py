@@ -199,6 +199,7 @@ class KVCacheManager:
         hit: CacheHit | None = None,
         keep_free: int = 0,
         reserve_tokens: int = 0,
+        delay_cache_blocks: bool = False,
     ) -> tuple[list[int], ...] | None:
         """Make room for the next `num_new_tokens` tokens of a request.
 
@@ -206,6 +207,7 @@ class KVCacheManager:
             hit: for a request that holds no blocks yet: the prefix to start from.
             keep_free: succeed only if this many blocks are free afterwards.
             reserve_tokens: succeed only if this many tokens would fit; only `num_new_tokens` are taken.
+            delay_cache_blocks: register none of the blocks: no step is going to fill them.
 
         Returns:
             The new block ids per group (with those of the hit), or None if there are not enough free blocks.
@@ -240,7 +242,10 @@ class KVCacheManager:
             if hit:
                 self.free(request)
             raise
-        return self._extend(request, total, gaps, counts, new, bool(hit))
+        ids = self._extend(request, total, gaps, counts, new, bool(hit))
+        if not delay_cache_blocks and total // self.block_size > self.groups[0].num_cached[request_id]:
+            self.cache_blocks(request, total)
+        return ids
 
     def _open(self, request_id: str, hit: CacheHit) -> None:
         """Start block tables with the blocks of a hit."""
@@ -255,7 +260,7 @@ class KVCacheManager:
     def _extend(
         self, request: Request, total: int, gaps: list[int], counts: list[int], new: list[KVCacheBlock], opened: bool
     ) -> tuple[list[int], ...]:
-        """Append null blocks and new blocks to the tables, and register those that this step fills."""
+        """Append null blocks and new blocks to the tables."""
         request_id, rest, ids, trace = request.request_id, iter(new), [], self.block_pool.trace
         for group, gap, count in zip(self.groups, gaps, counts, strict=True):
             table, blocks = group.tables[request_id], [self.block_pool.null_block] * gap + list(islice(rest, count))
@@ -265,14 +270,12 @@ class KVCacheManager:
                 trace(("alloc", request_id, group.group, tuple(new_ids)))
             ids.append([block.block_id for block in table] if opened else new_ids)
         request.capacity = -(-total // self.block_size) * self.block_size
-        if total // self.block_size > self.groups[0].num_cached[request_id]:
-            self.cache_blocks(request, total)
         return tuple(ids)
 
     def cache_blocks(self, request: Request, num_tokens: int) -> None:
         """Register the full blocks among a request's first `num_tokens` tokens: this step, or one before, computes them.
 
-        Whoever is scheduled later in this step, or in a later one, may share them, since steps run in order. If the step is
+        A request that is scheduled later in this step, or in a later one, may share them, since steps run in order. If the step is
         not run after all, `uncache_blocks` takes them back.
         """
         for group in self.caching_groups:
@@ -287,6 +290,14 @@ class KVCacheManager:
         """Whether a request's tokens beyond the first `num_tokens` have entries without a block, so that no step can end there."""
         null, start = self.block_pool.null_block, -(-num_tokens // self.block_size)
         return any(block is null for group in self.groups for block in group.tables[request.request_id][start:])
+
+    def detach(self, request: Request) -> list[KVCacheBlock]:
+        """Take a request's blocks out of its tables, and do not free them: something still reads or writes them. Gives them in the order to free them."""
+        held, name = [], request.request_id
+        for group in self.groups:
+            held += [block for block in reversed(group.tables.pop(name)) if block is not self.block_pool.null_block]
+            del group.num_cached[name], group.num_skipped[name]
+        return held
 
     def free(self, request: Request, keep_cpu_blocks: bool = False) -> None:
         """Give back all blocks of a request. One that holds none is left alone."""

@@ -19,6 +19,7 @@ from minivllm.core.prefix import extend_block_hashes
 from minivllm.core.request import Request
 
 Key = tuple[int, bytes]  # a block's name: its KV cache group and its hash
+Loads = tuple[tuple[tuple[Any, ...], int], ...]  # (place, block) each
 
 
 class KVConnector(ABC):
@@ -33,13 +34,21 @@ class KVConnector(ABC):
     Attributes:
         num_queries, num_hits: tokens that were looked up here, after the prefix cache, and those that were fetched.
         num_failures: steps in which a load failed.
+        num_async_failures: requests of which a load failed beside the steps.
+        load_async: whether blocks are fetched beside the steps, while the request waits; `load_async` of the extra configuration.
     """
 
     def __init__(self, config: KVTransferConfig, block_size: int, num_groups: int, namespace: str) -> None:
         self.config, self.block_size, self.num_groups, self.namespace = config, block_size, num_groups, namespace
-        self.num_queries = self.num_hits = self.num_failures = 0
+        self.num_queries = self.num_hits = self.num_failures = self.num_async_failures = 0
+        self.load_async = config.kv_connector_extra_config.get("load_async", False)
+        if type(self.load_async) is not bool:
+            raise ValueError(f"kv_connector_extra_config: load_async must be true or false, got {self.load_async!r}")
         self._new: dict[Key, int] = {}  # blocks that this step fills
         self._admitted: dict[str, tuple[int, list[tuple[Key, int]]]] = {}
+        self._starting: set[str] = set()  # of those, the ones that are fetched beside the steps
+        self._loading: dict[str, Loads] = {}
+        self._resent: dict[str, Loads] = {}
 
     @abstractmethod
     def holds(self, key: Key) -> bool:
@@ -72,25 +81,32 @@ class KVConnector(ABC):
         elif kind == "reset":
             self._new.clear()
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens that can be fetched beyond the prefix that is computed, a whole number of blocks. No side effects."""
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that can be fetched beyond the prefix that is computed, a whole number of blocks, and whether beside the steps. No side effects."""
         if not self.config.is_consumer or request.skip_reading_prefix_cache:
-            return 0
+            return 0, False
         names, first = extend_block_hashes(request, self.block_size), num_computed_tokens // self.block_size
         end, most = first, (request.num_tokens - 1) // self.block_size
         while end < most and all(self.holds((group, names[end])) for group in range(self.num_groups)):
             end += 1
-        return (end - first) * self.block_size
+        return (end - first) * self.block_size, self.load_async
 
     def update_state_after_alloc(
-        self, request: Request, block_ids: tuple[list[int], ...], num_computed_tokens: int, num_external_tokens: int
+        self,
+        request: Request,
+        block_ids: tuple[list[int], ...],
+        num_computed_tokens: int,
+        num_external_tokens: int,
+        load_async: bool = False,
     ) -> None:
-        """A request is admitted: blocks for what will be fetched are in its tables, behind those of the prefix hit."""
+        """A request is admitted, or is to wait for its blocks (`load_async`): those that will be filled are in its tables, behind those of the prefix hit."""
         first = num_computed_tokens // self.block_size
         span = range(first, first + num_external_tokens // self.block_size)
         names = request.block_hashes
         loads = [((group, names[i]), table[i]) for group, table in enumerate(block_ids) for i in span]
         self._admitted[request.request_id] = request.num_tokens - num_computed_tokens, loads
+        if load_async:
+            self._starting.add(request.request_id)
 
     def build_connector_meta(
         self, new_requests: Mapping[str, NewRequestData], unsure: Container[int] = ()
@@ -101,17 +117,23 @@ class KVConnector(ABC):
             new_requests: requests admitted in this step. Loads that were planned for others are dropped.
             unsure: blocks that may turn out to be wrong, which are not saved.
         """
-        loads, saves = [], {}
+        loads, saves, async_loads = list[tuple[tuple[Any, ...], int]](), {}, self._resent
         for request_id, (queried, wanted) in self._admitted.items():
-            if request_id in new_requests:
-                loads += [(self.place_to_load(key), block) for key, block in wanted]
+            if request_id in new_requests or request_id in self._starting:
+                places = [(self.place_to_load(key), block) for key, block in wanted]
                 self.num_queries += queried
                 self.num_hits += len(wanted) // self.num_groups * self.block_size
+                if request_id in self._starting:
+                    async_loads[request_id] = self._loading[request_id] = tuple(places)
+                else:
+                    loads += places
         for key, block in self._new.items():
             if block not in unsure and (place := self.place_to_save(key)) is not None:
                 saves[place[0]] = block, place
-        self._new, self._admitted = {}, {}
-        return KVConnectorMetadata(tuple(loads), tuple(saves.values()), self.num_failures) if loads or saves else None
+        self._new, self._admitted, self._starting, self._resent = {}, {}, set(), {}
+        if not (loads or saves or async_loads):
+            return None
+        return KVConnectorMetadata(tuple(loads), tuple(saves.values()), self.num_failures, async_loads)
 
     def update_connector_output(self, meta: KVConnectorMetadata, invalid_block_ids: set[int]) -> None:
         """Loads of a step have failed."""
@@ -120,12 +142,29 @@ class KVConnector(ABC):
             if block in invalid_block_ids:
                 self.forget(place[-1])
 
+    def end_async_load(self, request_id: str, invalid_block_ids: set[int]) -> None:
+        """The blocks of a request have been filled, but for these; or the step that was to begin it was taken back."""
+        self._starting.discard(request_id)
+        self._admitted.pop(request_id, None)
+        self.num_async_failures += bool(invalid_block_ids)
+        for place, block in self._loading.pop(request_id, ()):
+            if block in invalid_block_ids:
+                self.forget(place[-1])
+
+    def resend(self) -> None:
+        """A step has failed, and what was said in it, there or back, may be lost: the next one asks again for all blocks that are being fetched."""
+        self._resent = dict(self._loading)
+
+    def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> bool:
+        """A running request ends. Whether its blocks must be kept, for workers to copy them, until `finished_sending` names it."""
+        return False
+
     def gauges(self) -> dict[str, float]:
         """Counters by the names of vLLM's metrics, in tokens, and steps with failed loads."""
         return {
             "external_prefix_cache_queries": self.num_queries,
             "external_prefix_cache_hits": self.num_hits,
-            "num_kv_load_failures": self.num_failures,
+            "num_kv_load_failures": self.num_failures + self.num_async_failures,
         }
 
 
@@ -213,7 +252,7 @@ OFFLOAD_POLICIES: dict[str, type[Any]] = {"lru": LRU, "arc": ARC}
 
 def take_extra(config: KVTransferConfig, **defaults: Any) -> dict[str, Any]:
     """`kv_connector_extra_config` with defaults; a default of `...` marks a required field. Raises ValueError for missing and unknown fields."""
-    given = config.kv_connector_extra_config
+    given, defaults = config.kv_connector_extra_config, {**defaults, "load_async": False}  # which all have
     if unknown := sorted(set(given) - set(defaults)):
         raise ValueError(
             f"kv_connector_extra_config of {config.kv_connector}: {unknown[0]!r} is unknown; known: {', '.join(defaults)}"

@@ -165,7 +165,7 @@ for _name in [
 
 
 def capture_problem(module: Module) -> str | None:
-    """Why a captured step cannot stand for a module, or None: some part of it has code of its own that must run each time."""
+    """Why a captured step cannot stand for a module, or None: some part of it has its own code that must run each time."""
     for part in module.all_parts():
         cls = type(part)
         if not isinstance(part, Module):

@@ -45,6 +45,7 @@ class KVConnectorMetadata:
     Attributes:
         loads: `(place, block)` copies to make before the layers run, and after `swap_out`.
         saves: `(block, place)` copies to make after them.
+        async_loads: by request, copies like `loads` that go on beside the steps; `finished_recving` tells of their end.
         failures: how many steps with failed loads the scheduler has heard of. A worker that knows of more saves nothing: what it has
             computed since may be wrong.
     """
@@ -52,6 +53,7 @@ class KVConnectorMetadata:
     loads: tuple[tuple[tuple[Any, ...], int], ...] = ()
     saves: tuple[tuple[int, tuple[Any, ...]], ...] = ()
     failures: int = 0
+    async_loads: dict[str, tuple[tuple[tuple[Any, ...], int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ class ModelRunnerOutput:
         expert_loads: of a recorded step, (layer, tokens that each of its experts took) of the layers with experts.
         draft_odds: of requests with draft tokens, if they were asked for: see `Verified.odds`.
         invalid_block_ids: blocks that a KV connector could not fill. What was computed with them is wrong.
+        finished_recving: requests whose `async_loads` have ended. Those of their blocks that could not be filled are among `invalid_block_ids`.
+        finished_sending: requests whose blocks a KV connector has copied, and which it had asked to keep.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -124,6 +128,8 @@ class ModelRunnerOutput:
     expert_loads: tuple[tuple[int, tuple[int, ...]], ...] = ()
     draft_odds: dict[str, list[tuple[float, float, float | None]]] = field(default_factory=dict)
     invalid_block_ids: set[int] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    finished_sending: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)

@@ -291,7 +291,7 @@ class Policy:
 
 
 def overrides(policy: Policy, method: str) -> bool:
-    """Whether a policy has a method of its own; if not, it need not be called."""
+    """Whether a policy has its own method; if not, it need not be called."""
     return getattr(type(policy), method) is not getattr(Policy, method) or method in vars(policy)
 
 

@@ -20,7 +20,7 @@ def hash_block(parent: bytes, token_ids: list[int], keys: Sequence[str] = ()) ->
     """The name of a full block: 32 bytes that depend on the whole prefix, and on nothing else.
 
     SHA-256 and not Python's `hash`: names are the same in every process, whatever PYTHONHASHSEED is,
-    and nobody can craft a prompt that collides with another user's. keys: of the media in the block (`block_keys`).
+    and no one can craft a prompt that collides with another user's. keys: of the media in the block (`block_keys`).
     """
     content = parent + array("q", token_ids).tobytes()
     return sha256(content + repr(keys).encode() if keys else content).digest()

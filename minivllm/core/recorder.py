@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from minivllm.core.adapter_slots import AdapterSlots
+from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
 from minivllm.core.encoder_cache import EncoderCacheManager
 from minivllm.core.events import Event, RequestSnapshot, State, TraceHeader
@@ -38,6 +39,8 @@ class Recorder:
     encoder_cache: EncoderCacheManager
     waiting: WaitingQueue
     running: list[Request]
+    remote: dict[str, Request]
+    _kept: dict[str, list[KVCacheBlock]]
 
     def __init__(self) -> None:
         self.trace: Sink | None = None
@@ -60,6 +63,8 @@ class Recorder:
             requests={},
             waiting=[request.request_id for request in self.waiting],
             running=[request.request_id for request in self.running],
+            remote=list(self.remote),
+            kept={request_id: [block.block_id for block in blocks] for request_id, blocks in self._kept.items()},
             ref_cnt=[block.ref_cnt for block in pool.blocks],
             hashes=[block.block_hash for block in pool.blocks],
             free=[block.block_id for block in pool.free_queue],

@@ -30,7 +30,8 @@ class RequestStatus(IntEnum):
     RUNNING = 1
     PREEMPTED = 2
     SWAPPED = 3
-    FINISHED = 4
+    WAITING_FOR_REMOTE_KVS = 4
+    FINISHED = 5
 
 
 class Request:

@@ -4,15 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from minivllm.core.adapter_slots import AdapterSlots
+from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig, tokens_held
 from minivllm.core.encoder_cache import EncoderCacheManager, MultiModalFeatureSpec
-from minivllm.core.kv_cache import KVCacheManager
+from minivllm.core.kv_cache import CacheHit, KVCacheManager
 from minivllm.core.kv_connector import KVConnector
 from minivllm.core.output import (
     EngineCoreOutput,
@@ -60,6 +61,7 @@ class _Draft:
     loras_in_use: set[str] = field(default_factory=set)
     encoder_inputs: dict[str, MultiModalFeatureSpec] = field(default_factory=dict)
     encoder_frees: list[str] = field(default_factory=list)
+    remote: list[str] = field(default_factory=list)  # requests that are to wait for their blocks
     encoded: int = 0  # embeddings that are encoded in this step
     budget: int = 0
     threshold: int = 0
@@ -82,6 +84,7 @@ class Scheduler(Recorder):
     Attributes:
         requests: unfinished requests by id.
         waiting, running: the queues.
+        remote: requests in `WAITING_FOR_REMOTE_KVS`: they hold blocks, which a connector fills beside the steps, or has filled.
         kv_cache_manager: the KV cache manager.
         spec_stats: counters of draft tokens.
         adapters: which LoRA adapter lies in which slot.
@@ -116,6 +119,10 @@ class Scheduler(Recorder):
             self._connect()
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
+        self.remote: dict[str, Request] = {}
+        # transfers that have not ended: the tokens that are computed then, or why they are of no use
+        self._receiving: dict[str, int | str] = {}
+        self._kept: dict[str, list[KVCacheBlock]] = {}  # of requests that have ended; a connector still copies them
         self.adapters = AdapterSlots(config.max_loras)
         self.encoder_cache = EncoderCacheManager(*config.encoder_limits)
         self.step = self.num_preemptions = 0
@@ -282,6 +289,8 @@ class Scheduler(Recorder):
         if self._listener is not None:
             self._guard.tell()
         self._schedule_running(draft)
+        if self.remote and draft.budget:
+            self._schedule_arrived(draft)
         if self.waiting.requests:
             if not draft.budget:
                 self._wait(self.waiting.first(), "budget")
@@ -289,7 +298,8 @@ class Scheduler(Recorder):
                 self._wait(self.waiting.first(), "after_preemption")
             else:
                 self._schedule_waiting(draft)
-        self._idle_steps = 0 if draft.scheduled or not self.requests else self._idle_steps + 1
+        idle = self.requests and not (draft.scheduled or self._receiving or self._kept)
+        self._idle_steps = self._idle_steps + 1 if idle else 0
         if self._idle_steps > self.config.starvation_limit:
             raise PolicyError(f"policy {self.policy.name} has given no tokens to anyone for {self._idle_steps} steps")
 
@@ -298,6 +308,11 @@ class Scheduler(Recorder):
 
         Preemptions and new blocks of running requests stay, and go out with the next decision.
         """
+        for request_id in reversed(draft.remote):  # they may share blocks that this draft was to fill
+            del self._receiving[request_id]
+            self._end_load(request_id, set())
+            self._lose(self.remote[request_id], "policy_error")
+        draft.remote.clear()
         for request_id in reversed(draft.new_requests.copy()):
             if self.connector is not None:  # what was to be fetched is registered already
                 self.kv_cache_manager.uncache_blocks(self.requests[request_id], 0)
@@ -428,6 +443,10 @@ class Scheduler(Recorder):
                 if any(new):
                     self._note_blocks(request.request_id, new, draft)
                 return True
+            if idle := next((r for name, r in reversed(self.remote.items()) if name not in self._receiving), None):
+                self._lose(idle, self.policy.name, request.request_id)  # before one that has started
+                draft.closed = True
+                continue
             victim = self._choose_victim(draft)
             self._preempt(victim, draft, request.request_id, self.policy.name, swap=isinstance(self.preemption, Swap))
             draft.closed = True
@@ -488,7 +507,7 @@ class Scheduler(Recorder):
             self.trace(("preempt", request_id, mode, needed_by, chosen_by))
 
     def _schedule_waiting(self, draft: _Draft) -> None:
-        draft.loras_in_use = {request.lora_name for request in self.running if request.lora_name is not None}
+        self._note_loras(draft)
         refused = set[str | None]()  # while requests are admitted, no slot becomes free
         try:
             for request in self._candidates(draft):
@@ -502,6 +521,18 @@ class Scheduler(Recorder):
                     break
         finally:
             self.waiting.release()
+
+    def _note_loras(self, draft: _Draft) -> None:
+        draft.loras_in_use = {request.lora_name for request in self.running if request.lora_name is not None}
+
+    def _schedule_arrived(self, draft: _Draft) -> None:
+        """Admit requests whose blocks have been filled, before all others and whatever the policy: others may wait for the blocks that they hold."""
+        self._note_loras(draft)
+        for request in tuple(self.remote.values()):
+            if request.request_id not in self._receiving and draft.budget:
+                reason = self._admit(request, draft)
+                if reason is not None:
+                    self._wait(request, reason)
 
     def _candidates(self, draft: _Draft) -> Iterator[Request]:
         """Waiting requests in the order of admission; each must be admitted, or held, before the next is taken."""
@@ -557,12 +588,19 @@ class Scheduler(Recorder):
                 return "max_num_partial_prefills"
         if self._scheduled_in.get(request.request_id, -1) > self._newest_result:
             return "in_flight"
+        if request.request_id in self._kept:
+            return "blocks_in_use"
         if not self._has_slot(request.lora_name, draft):
             return "max_loras"
         if request.status is RequestStatus.SWAPPED:
             return self._admit_swapped(request, draft)
-        hit = self.kv_cache_manager.get_computed_blocks(request)
-        more = 0 if self.connector is None else self.connector.get_num_new_matched_tokens(request, hit.num_tokens)
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return self._admit_arrived(request, draft)
+        hit, more = self.kv_cache_manager.get_computed_blocks(request), 0
+        if self.connector is not None:
+            more, load_async = self.connector.get_num_new_matched_tokens(request, hit.num_tokens)
+            if load_async and more:
+                return self._receive(self.connector, request, hit, more, draft)
         computed = hit.num_tokens + more
         wanted = request.num_tokens - computed
         if not config.enable_chunked_prefill and min(wanted, draft.threshold or wanted) > draft.budget:
@@ -636,9 +674,10 @@ class Scheduler(Recorder):
 
     def _start(self, request: Request, n: int, blocks: tuple[list[int], ...], draft: _Draft) -> None:
         """Move a waiting request to the running ones and make its row."""
-        overtakes = request is not next(iter(self.waiting))
-        self._overtaken = self._overtaken + 1 if overtakes else 0
-        self.waiting.remove(request)
+        if self.remote.pop(request.request_id, None) is None:
+            overtakes = request is not next(iter(self.waiting))
+            self._overtaken = self._overtaken + 1 if overtakes else 0
+            self.waiting.remove(request)
         slot = self._take_slot(request, draft)
         request.status = RequestStatus.RUNNING
         self.running.append(request)
@@ -662,6 +701,110 @@ class Scheduler(Recorder):
         request.num_computed_tokens += n
         draft.budget -= n
 
+    def _receive(self, connector: KVConnector, request: Request, hit: CacheHit, more: int, draft: _Draft) -> str | None:
+        """Have a request's blocks filled beside the steps. It takes blocks for all of its tokens, so that it can start as soon as they are."""
+        request_id, kv = request.request_id, self.kv_cache_manager
+        wanted = request.num_tokens - hit.num_tokens
+        blocks = kv.allocate_slots(request, wanted, hit, self._keep_free(), delay_cache_blocks=True)
+        if blocks is None:
+            return "no_blocks"
+        kv.count_lookup(request, hit)
+        connector.update_state_after_alloc(request, blocks, hit.num_tokens, more, load_async=True)
+        self.waiting.remove(request)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self.remote[request_id], self._receiving[request_id] = request, hit.num_tokens + more
+        draft.remote.append(request_id)
+        if self.trace is not None:
+            self.trace(("kv_wait", request_id, more))
+        return None
+
+    def _admit_arrived(self, request: Request, draft: _Draft) -> str | None:
+        config, computed = self.config, request.num_computed_tokens
+        wanted = request.num_tokens - computed
+        if not config.enable_chunked_prefill and min(wanted, draft.threshold or wanted) > draft.budget:
+            return "no_chunked_prefill"
+        n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
+        if n and request.mm_features:
+            n, reason = self._fit_media(request, computed, n, draft.budget, draft)
+            if n == 0:
+                return reason
+        if n == 0:
+            return "policy"
+        if self.kv_cache_manager.allocate_slots(request, n) is None:
+            return "no_blocks"
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = computed
+        self._start(request, n, self.kv_cache_manager.get_block_ids(request.request_id), draft)
+        return None
+
+    def _end_transfers(self, result: ModelRunnerOutput) -> None:
+        """Note which copies of a connector have ended. Blocks that could not be filled are computed: nothing was computed from them yet."""
+        for request_id in result.finished_sending:
+            self._release(request_id)
+        for request_id in result.finished_recving:
+            tokens = self._receiving.pop(request_id)
+            if request_id in self._kept:  # it was aborted meanwhile
+                self._end_load(request_id, set())
+                self._release(request_id)
+                continue
+            request, kv = self.remote[request_id], self.kv_cache_manager
+            tables = kv.get_block_ids(request_id)
+            bad = {block for table in tables for block in table} & result.invalid_block_ids
+            if bad:
+                first = min(i for table in tables for i, block in enumerate(table) if block in bad)
+                tokens = min(tokens, first * self.cache.block_size) if isinstance(tokens, int) else tokens
+                result.invalid_block_ids -= bad
+            self._end_load(request_id, bad)
+            if not tokens or isinstance(tokens, str):
+                self._lose(request, tokens or "kv_load_failure")
+                continue
+            request.num_computed_tokens = tokens
+            kv.cache_blocks(request, tokens)
+            if self.trace is not None:
+                self.trace(("kv_arrive", request_id, tokens))
+
+    def _end_load(self, request_id: str, bad: set[int]) -> None:
+        assert self.connector is not None
+        self.connector.end_async_load(request_id, bad)
+
+    def _disown(self, why: str, lora_names: Container[str | None] | None = None) -> None:
+        """What requests in `remote` hold may be wrong: they begin again, those whose blocks are being filled when that has ended.
+
+        lora_names: only those with such an adapter.
+        """
+        for request_id, request in reversed(list(self.remote.items())):
+            if lora_names is not None and request.lora_name not in lora_names:
+                continue
+            if request_id in self._receiving:
+                self._receiving[request_id] = why
+            else:
+                self._lose(request, why)
+
+    def _lose(self, request: Request, why: str, needed_by: str | None = None) -> None:
+        """Let a request whose blocks are not, or no longer, being filled give them back and wait as before."""
+        request_id = request.request_id
+        self.kv_cache_manager.free(request)
+        del self.remote[request_id]
+        request.num_computed_tokens, request.status = 0, RequestStatus.PREEMPTED
+        self.num_preemptions += 1
+        self.waiting.add(request, front=True)
+        if self.trace is not None:
+            self.trace(("preempt", request_id, "recompute", needed_by or request_id, why))
+
+    def _keep(self, request: Request) -> None:
+        """Keep the blocks of a request that ends until a connector has copied them."""
+        request_id = request.request_id
+        self._kept[request_id] = self.kv_cache_manager.detach(request)
+        if self.trace is not None:
+            ids = tuple(block.block_id for block in self._kept[request_id])
+            self.trace(("kv_keep", request_id, ids))
+
+    def _release(self, request_id: str) -> None:
+        blocks = self._kept.pop(request_id)
+        if self.trace is not None:
+            self.trace(("kv_release", request_id, tuple(block.block_id for block in blocks)))
+        self.kv_cache_manager.block_pool.free(blocks)
+
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Update the requests with what a step produced.
 
@@ -678,7 +821,7 @@ class Scheduler(Recorder):
         self._newest_result = output.step
         if self._ended_in_flight:
             self._drop_late(output, result)
-        if output.lora_loads or result.invalid_block_ids:
+        if output.lora_loads or result.invalid_block_ids or result.finished_recving or result.finished_sending:
             self._confirm_loads(output, result)
         tokens_of, requests, drafts = result.sampled_token_ids, self.requests, output.scheduled_spec_decode_tokens
         all_sampled = len(tokens_of) == len(output.num_scheduled_tokens)
@@ -794,29 +937,6 @@ class Scheduler(Recorder):
             if output.step >= last:
                 del self._ended_in_flight[request_id]
 
-    def _confirm_loads(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Note which adapters, and which blocks, are loaded. An adapter that could not be loses its slot, and its requests fail: what they
-        computed is wrong. For blocks see `_recompute`."""
-        if result.invalid_block_ids:
-            self._recompute(output, result)
-        failed = result.failed_loras
-        self._release_slots((slot, name) for slot, name in output.lora_loads if name in failed)
-        self.adapters.loading -= {n for slot, n in output.lora_loads if self.adapters.slot_of.get(n) == slot}
-        for request in self.running if failed else ():
-            if request.lora_name in failed:
-                self.kv_cache_manager.uncache_blocks(request, 0)
-                for table in (result.sampled_token_ids, result.logprobs, result.prompt_logprobs, result.pooled):
-                    table.pop(request.request_id, None)
-                result.errors[request.request_id] = failed[request.lora_name]
-
-    def _release_slots(self, loads: Iterable[tuple[int, str]]) -> None:
-        """Take back loads that did not happen."""
-        for slot, name in loads:
-            if self.adapters.slot_of.get(name) == slot:
-                self.adapters.release(name)
-                if self.trace is not None:
-                    self.trace(("lora_evict", name, slot))
-
     def _attach(self, result: ModelRunnerOutput, outputs: list[EngineCoreOutput], ended: list[Request]) -> None:
         """Add log-probabilities, vectors and errors to the outputs."""
         by_id = {out.request_id: out for out in outputs}
@@ -838,6 +958,32 @@ class Scheduler(Recorder):
                 if request not in ended:
                     ended.append(request)
 
+    def _confirm_loads(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Note which adapters, and which blocks, are loaded. An adapter that could not be loses its slot, and its requests fail: what they
+        computed is wrong. For blocks see `_end_transfers` and `_recompute`."""
+        self._end_transfers(result)
+        if result.invalid_block_ids:
+            self._recompute(output, result)
+        failed = result.failed_loras
+        self._release_slots((slot, name) for slot, name in output.lora_loads if name in failed)
+        self.adapters.loading -= {n for slot, n in output.lora_loads if self.adapters.slot_of.get(n) == slot}
+        if failed:
+            self._disown("step_failed", failed)
+        for request in self.running if failed else ():
+            if request.lora_name in failed:
+                self.kv_cache_manager.uncache_blocks(request, 0)
+                for table in (result.sampled_token_ids, result.logprobs, result.prompt_logprobs, result.pooled):
+                    table.pop(request.request_id, None)
+                result.errors[request.request_id] = failed[request.lora_name]
+
+    def _release_slots(self, loads: Iterable[tuple[int, str]]) -> None:
+        """Take back loads that did not happen."""
+        for slot, name in loads:
+            if self.adapters.slot_of.get(name) == slot:
+                self.adapters.release(name)
+                if self.trace is not None:
+                    self.trace(("lora_evict", name, slot))
+
     def _transfers(self, connector: KVConnector, draft: _Draft) -> KVConnectorMetadata | None:
         """What the workers fetch and keep in this step. Blocks of an adapter that may fail to load are not kept."""
         kv, loading = self.kv_cache_manager, self.adapters.loading
@@ -850,6 +996,9 @@ class Scheduler(Recorder):
             }
             for (*_, (group, content)), block in meta.loads:
                 self.trace(("kv_load", owner[block], group, (block,), (content,)))
+            for name in draft.remote:
+                for (*_, (group, content)), block in meta.async_loads[name]:
+                    self.trace(("kv_load", name, group, (block,), (content,)))
             for block, (*_, (group, content)) in meta.saves:
                 self.trace(("kv_save", group, (block,), (content,)))
         return meta
@@ -860,6 +1009,7 @@ class Scheduler(Recorder):
         if self.connector is not None and output.kv_connector_metadata is not None:
             self.connector.update_connector_output(output.kv_connector_metadata, bad)
         kv.reset_prefix_cache()
+        self._disown("kv_load_failure")
         for request in reversed(self.running.copy()):
             name = request.request_id
             if bad.isdisjoint(block for blocks in kv.get_block_ids(name) for block in blocks):
@@ -877,6 +1027,13 @@ class Scheduler(Recorder):
             self._keep_account(request, 1)
             if request.lora_name in self.adapters.loading:  # aborted before it is known whether its blocks are right
                 self.kv_cache_manager.uncache_blocks(request, 0)
+            if self.connector is not None:
+                blocks = self.kv_cache_manager.get_block_ids(request.request_id)
+                if self.connector.request_finished(request, blocks):
+                    self._keep(request)
+        elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id in self._receiving:
+            self._receiving[request.request_id] = "abort"
+            self._keep(request)  # the connector goes on filling its blocks
         request.status = RequestStatus.FINISHED
         if request.lora_name is not None:
             self.adapters.touch(request.lora_name)
@@ -909,7 +1066,7 @@ class Scheduler(Recorder):
                 continue
             if request.status is RequestStatus.RUNNING:
                 self.running.remove(request)
-            else:
+            elif self.remote.pop(request_id, None) is None:
                 self.waiting.remove(request)
             request.finish_reason = reason
             self._finish(request)
@@ -917,8 +1074,8 @@ class Scheduler(Recorder):
         return ended
 
     def has_requests(self) -> bool:
-        """Whether there is anything left to do: unfinished requests, or rows that the runner must still drop."""
-        return bool(self.requests or self._finished)
+        """Whether there is anything left to do: unfinished requests, rows that the runner must still drop, blocks that a connector still fills."""
+        return bool(self.requests or self._finished or self._receiving)
 
     def abandon(self, outputs: Iterable[SchedulerOutput]) -> None:
         """End the requests of steps that were decided but failed, and forget all cached content.
@@ -929,6 +1086,9 @@ class Scheduler(Recorder):
         for output in outputs:
             self.finish_requests([*output.num_scheduled_tokens, *output.preempted], FinishReason.ERROR)
             self._release_slots(output.lora_loads)
+        if self._receiving and self.connector is not None:
+            self.connector.resend()
+        self._disown("step_failed")
         self._drop_encoded(self.encoder_cache.reset(), self._draft)
         self.kv_cache_manager.reset_prefix_cache()
         self._newest_result = self.step - 1
@@ -950,6 +1110,7 @@ class Scheduler(Recorder):
                 self._preempt(request, self._draft, request.request_id, "reset_prefix_cache")
                 if self._newest_result < self.step - 1:
                     self._ended_in_flight[request.request_id] = self.step - 1
+            self._disown("reset_prefix_cache")
             for request in self.waiting:
                 if request.status is RequestStatus.SWAPPED:
                     kv.free_cpu(request.request_id)
@@ -958,7 +1119,7 @@ class Scheduler(Recorder):
                     if self.trace is not None:
                         name = request.request_id
                         self.trace(("preempt", name, "recompute", name, "reset_prefix_cache"))
-        if pool.num_free < pool.num_blocks or kv.swapped:
+        elif pool.num_free < pool.num_blocks or kv.swapped:
             return False
         kv.reset_prefix_cache()
         if self.connector is not None:

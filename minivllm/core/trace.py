@@ -128,6 +128,12 @@ class Trace(Recording):
             (finished.add if event[0] == "finish" else finished.discard)(event[1])
         if event[0] == "schedule" and budget is not None and sum(event[1].values()) > budget:
             return f"more than the budget of {budget} tokens"
+        if event[0] == "schedule" and (early := [name for name in event[1] if name in state.remote]):
+            return f"{early[0]} is computed while it waits for its blocks"
+        if event[0] == "admit" and event[1] in state.remote:
+            arrived = state.requests[event[1]].num_computed_tokens
+            if not arrived or event[2] != arrived:
+                return f"admitted with {event[2]} tokens computed, and {arrived} have arrived"
         return _too_early(state, *event[2:]) if event[0] == "update" else None
 
     def why(self, request_id: str, step: int | None = None) -> list[str]:
@@ -290,6 +296,8 @@ def find_fault(state: State, ahead: int = 0) -> str | None:
                     counts[block] += 1
         if not 0 <= request.num_computed_tokens <= request.num_tokens + ahead:
             return f"{request.num_computed_tokens} tokens computed of {request.num_tokens}"
+    for block in (block for blocks in state.kept.values() for block in blocks):
+        counts[block] += 1
     for block, (count, ref) in enumerate(zip(counts, state.ref_cnt, strict=True)):
         if count != ref:
             return f"block {block} has ref_cnt {ref} but stands in {count} block tables"
@@ -304,8 +312,11 @@ def find_fault(state: State, ahead: int = 0) -> str | None:
         return "a block of the swap pool has two owners, or is both owned and free"
     if set(state.waiting) & set(state.running):
         return f"requests both waiting and running: {set(state.waiting) & set(state.running)}"
-    if set(state.waiting) | set(state.running) != set(state.requests):
+    if sorted([*state.waiting, *state.running, *state.remote]) != sorted(state.requests):
         return "the queues and the unfinished requests differ"
+    for name in state.remote:
+        if not any(state.requests[name].tables):
+            return f"{name} waits for its blocks to be filled, and holds none"
     return None
 
 
@@ -325,6 +336,10 @@ REASONS = {
     "long_prefill_token_threshold": "long_prefill_token_threshold caps every request's share",
     "policy_error": "the policy failed, and the step's admissions were taken back",
     "reset_prefix_cache": "the prefix cache was reset",
+    "kv_load_failure": "blocks that were to be fetched for it could not be",
+    "step_failed": "a step failed, and what it had computed was forgotten",
+    "remote_kv": "its KV blocks were being fetched from elsewhere",
+    "blocks_in_use": "blocks of an earlier request with the same id were still being copied",
 }
 
 
@@ -343,6 +358,9 @@ _TOLD: dict[str, Callable[[Any], str]] = {
     "hit": lambda e: f"shared {_blocks(e)}",
     "encode": lambda e: f"had an input encoded: {e.modality}, {e.num_embeds} embeddings",
     "skip": lambda e: f"gave back {_blocks(e)}, which no later token attends to",
+    "kv_wait": lambda e: f"waited: {REASONS['remote_kv']} ({e.num_external} tokens)",
+    "kv_arrive": lambda e: f"has its fetched blocks, {e.num_computed} tokens computed",
+    "kv_keep": lambda e: f"left {_blocks(e)} to a copy that has not ended" if e.blocks else "left no blocks",
     "preempt": lambda e: (
         f"preempted ({e.mode}): "
         + REASONS.get(e.chosen_by, f"request {e.needed_by} needed blocks and none were free; chosen by {e.chosen_by}")
@@ -377,7 +395,7 @@ _ROLES = ("system", "user", "assistant", "model", "developer")
 
 
 def _asked(tokenizer: Any, prompt: list[int]) -> list[int]:
-    """The part of a prompt that somebody wrote last: between special tokens, without the role that a chat template puts before it."""
+    """The part of a prompt that was written last: between special tokens, without the role that a chat template puts before it."""
     special, parts = set(getattr(tokenizer, "all_special_ids", ())), [list[int]()]
     for token in prompt:
         if token in special:

@@ -137,7 +137,7 @@ class _Collector(FoldReader):
     def end_step(self) -> None:
         state, free, cached = self.fold.now, len(self.fold.free_blocks), self.fold.num_cached_free
         self.steps[-1].update(
-            num_running=len(state.running), num_waiting=len(state.waiting), used_blocks=self.fold.num_used,
+            num_running=len(state.running), num_waiting=len(state.waiting) + len(state.remote), used_blocks=self.fold.num_used,
             cached_blocks=cached, free_blocks=free - cached,
         )  # fmt: skip
 
@@ -169,6 +169,9 @@ class _Collector(FoldReader):
 
     def _on_wait(self, request: str, reason: str) -> None:
         self._decide(request, "wait", why=reason)
+
+    def _on_kv_wait(self, request: str, num_external: int) -> None:
+        self._decide(request, "wait", num_external, why="remote_kv")
 
     def _on_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
         self.steps[-1]["num_preempted"] += 1

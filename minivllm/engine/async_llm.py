@@ -64,7 +64,7 @@ class EngineDeadError(RuntimeError):
 class RequestStream:
     """The outputs of one request, in the loop that asked for it: ``async for output in stream``.
 
-    Whoever stops before the end calls `aclose`, which aborts the request. One output waits at most: of a reader that is slow, deltas are
+    A reader that stops before the end calls `aclose`, which aborts the request. One output waits at most: of a reader that is slow, deltas are
     joined, and of cumulative outputs the newest is kept.
     """
 
@@ -117,7 +117,7 @@ class RequestStream:
 class AsyncLLM:
     """One engine for many callers in asyncio. Make one with `from_engine_args`.
 
-    A thread drives the engine; the engine's core runs in that thread, or in a process of its own. If it raises or the process ends, it is
+    A thread drives the engine; the engine's core runs in that thread, or in a separate process. If it raises or the process ends, it is
     dead: every stream and every later call raises EngineDeadError. ``on_death``: called once, in the thread, when that happens.
     A policy that raises costs no request: the standard one takes its place, and ``policy_error`` is what it raised.
     """
@@ -144,7 +144,7 @@ class AsyncLLM:
     ) -> Self:
         """Load the model and start. ``options``: see `LLMEngine.from_engine_args`.
 
-        ``engine_in``: "thread", or "process" for an engine core in a process of its own (see `engine.core_process`); with
+        ``engine_in``: "thread", or "process" for an engine core in a separate process (see `engine.core_process`); with
         ``args.data_parallel_size`` several of them, and the option ``router`` chooses among them (see `core.routing`).
         ``warm``: rehearse first, so that the first request does not pay for it (see `llm_engine.warm_up`).
 
@@ -229,7 +229,7 @@ class AsyncLLM:
                 elif not self._inbox:
                     self._wakeup.wait()
                     engine.core.check_health()
-        except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
+        except BaseException as error:  # noqa: BLE001 - every waiting caller must hear of it, whatever it is
             self.dead_error = error
         self._end()
 
@@ -271,7 +271,7 @@ class AsyncLLM:
                     self._streams.pop(stream.request_id, None)
 
     def _end(self) -> None:
-        """The thread's last act: nobody may be left waiting."""
+        """The thread's last act: no caller may be left waiting."""
         with self._lock:
             self._closing = True
             jobs, self._inbox = self._inbox, deque()
@@ -339,7 +339,7 @@ class AsyncLLM:
         return await asyncio.get_running_loop().run_in_executor(self._inputs, work)
 
     def _forget(self, request_id: str) -> None:
-        """Abort a request that nobody reads any more."""
+        """Abort a request that is no longer read."""
 
         def job(engine: LLMEngine) -> None:
             if self._streams.pop(request_id, None) is not None:

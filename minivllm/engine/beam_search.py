@@ -47,7 +47,7 @@ class Beams:
 
     @property
     def num_candidates(self) -> int:
-        """Continuations to look at in a step; each running beam must offer so many."""
+        """Continuations to look at in a step; each running beam must offer this many."""
         return num_candidates(self.params.beam_width, self.end_ids)
 
     def advance(self, logprobs: Sequence[dict[int, float]]) -> None:

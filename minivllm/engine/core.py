@@ -322,7 +322,7 @@ class EngineCore:
         scheduler = self.scheduler
         return {
             "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting) + len(self._compiling.waiting),
+            "num_requests_waiting": len(scheduler.waiting) + len(scheduler.remote) + len(self._compiling.waiting),
             "kv_cache_usage_perc": scheduler.kv_cache_manager.block_pool.usage,
             "prefix_cache_queries": scheduler.kv_cache_manager.stats.query_tokens,
             "prefix_cache_hits": scheduler.kv_cache_manager.stats.hit_tokens,

@@ -1,4 +1,4 @@
-"""EngineCore in a process of its own, and its client."""
+"""EngineCore in a separate process, and its client."""
 
 # Generated from nbs/engine/core_process.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -114,7 +114,7 @@ class EngineCoreProc:
     def _send(self, kind: str, value: Any) -> None:
         try:
             self.channel.send([kind, value, self.core.get_stats(), self._taken])
-        except OSError:  # nobody is there any more; the listener has seen it too
+        except OSError:  # the other end is gone; the listener has seen it too
             self._put(["stop"])
 
 
@@ -191,7 +191,7 @@ class RemoteCore:
 
 
 class EngineCoreClient(RemoteCore):
-    """An engine core in a process of its own, with the methods of `EngineCore`. One thread uses it; `get_stats` is for all.
+    """An engine core in a separate process, with the methods of `EngineCore`. One thread uses it; `get_stats` is for all.
 
     ``options``: see `LLMEngine.from_engine_args`; objects that would have to cross (policies, transforms) cannot.
     ``warm``: whether to rehearse first, see `llm_engine.warm_up`. ``environment``: what the process has besides this one's.
@@ -250,7 +250,7 @@ class EngineCoreClient(RemoteCore):
             self._send("abort", alive)
         return alive
 
-    def fileno(self) -> int | None:
+    def fileno(self) -> int:
         """The channel: it becomes readable when a step's outputs have come."""
         return self.channel.fileno()
 
@@ -371,7 +371,7 @@ def _start_process(environment: Mapping[str, str]) -> tuple["subprocess.Popen[by
 
 
 def connect_engine(args: EngineArgs, *, warm: bool = False, **options: Any) -> LLMEngine:
-    """An LLMEngine whose core runs in a process of its own. Raises what `EngineCoreClient` raises."""
+    """An LLMEngine whose core runs in a separate process. Raises what `EngineCoreClient` raises."""
     return around(EngineCoreClient(args, warm=warm, **options), args)
 
 

@@ -3,7 +3,7 @@
 # Generated from nbs/engine/data_parallel.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import os
-import select
+import selectors
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,7 @@ def replica_args(args: EngineArgs, rank: int) -> EngineArgs:
 
 
 def replica_environment(args: EngineArgs, rank: int) -> dict[str, str]:
-    """What a replica's environment has besides this one's: a share of the cores, and GPUs of its own."""
+    """What a replica's environment has besides this one's: a share of the cores, and its own GPUs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = str(max(1, cores // args.data_parallel_size))
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -71,9 +71,9 @@ class DataParallelCore(RemoteCore):
         self.generation_config = self.cores[0].generation_config
         self.decisions: deque[tuple[float, str, int, str]] = deque(maxlen=10_000)
         self._home: dict[str, tuple[Replica, int]] = {}
-        self._poll = select.epoll() if hasattr(select, "epoll") else select.kqueue()  # type: ignore[attr-defined]
+        self._poll = selectors.DefaultSelector()
         for core in self.cores:
-            _watch(self._poll, core.fileno())
+            self._poll.register(core, selectors.EVENT_READ)
 
     @classmethod
     def start(cls, args: EngineArgs, router: Router | None = None, **options: Any) -> "DataParallelCore":
@@ -136,7 +136,7 @@ class DataParallelCore(RemoteCore):
                 ended += self.cores[replica.index].abort([request_id])
         return ended
 
-    def fileno(self) -> int | None:
+    def fileno(self) -> int:
         """It becomes readable when a replica has outputs."""
         return self._poll.fileno()
 
@@ -148,7 +148,7 @@ class DataParallelCore(RemoteCore):
         """The outputs that have come; waits for some. Raises EngineProcessError if a replica has ended."""
         ready = [core for core in self.cores if core.has_requests()]
         if not ready:
-            _wait(self._poll)
+            self._poll.select()
             ready = [core for core in self.cores if core.has_requests()]
         outputs = [output for core in ready for output in core.step()]
         for output in outputs:
@@ -203,19 +203,3 @@ class DataParallelCore(RemoteCore):
             self.on_ray = False
         if self.grammar is not None:
             self.grammar.shutdown()
-
-
-def _watch(poll: Any, number: int | None) -> None:
-    assert number is not None
-    if hasattr(select, "epoll"):
-        poll.register(number, select.EPOLLIN)
-    else:
-        added = select.kevent(number, select.KQ_FILTER_READ, select.KQ_EV_ADD)  # type: ignore[attr-defined]
-        poll.control([added], 0)
-
-
-def _wait(poll: Any) -> None:
-    if hasattr(select, "epoll"):
-        poll.poll()
-    else:
-        poll.control([], 1)

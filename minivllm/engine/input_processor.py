@@ -146,7 +146,7 @@ class InputProcessor:
         self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
         self.adapters: AdapterRegistry | None = None  # set by an engine with enable_lora
         self.media: MediaProcessor | None = None  # set by an engine whose model reads pictures
-        self.transforms_read_extra_args = False  # set by an engine that has transforms of its own
+        self.transforms_read_extra_args = False  # set by an engine that has its own transforms
         self._next_seed = RequestSeeds(config.seed)
         self._longest_token = 0  # in characters; found when it is needed
 

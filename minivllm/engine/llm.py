@@ -423,8 +423,8 @@ def _one_each(name: str, given: Any, count: int, kind: type | tuple[type, ...]) 
 def deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Within the block Ctrl-C waits for a call of the yielded function, which then raises KeyboardInterrupt.
 
-    A second press does not wait: then the program hangs, and whoever presses knows it. Nothing changes outside of the main thread (Python
-    delivers signals there only) or where somebody else handles the signal.
+    A second press does not wait: then the program hangs, as the user knows. Nothing changes outside of the main thread (Python
+    delivers signals there only) or where another program part handles the signal.
     """
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -322,7 +322,7 @@ class LLMEngine:
 
 
 PROMPT, STEPS = 32, 3
-"""Prompt tokens of each request, and tokens that follow, where there is room for so many."""
+"""Prompt tokens of each request, and tokens that follow, where there is room for them."""
 
 _PARAMS = (
     SamplingParams(temperature=0, seed=0),
@@ -342,7 +342,7 @@ def rehearsal(config: EngineConfig) -> Iterator[SchedulerOutput]:
         return
     need = -(-(length + STEPS) // cache.block_size)
     prompt = [token % config.model.vocab_size for token in range(length)]
-    block, new = 1, []  # block 0 is nobody's
+    block, new = 1, []  # block 0 is no request's
     pooling, hidden_size = config.model.pooling, config.model.hidden_size
     rehearsed = _PARAMS if pooling.generates else (PoolingParams().resolved(pooling, hidden_size),) * 2
     for i, params in enumerate(rehearsed[:count]):

@@ -15,6 +15,7 @@ import msgpack
 import numpy as np
 
 from minivllm.core import config, encoder_cache, output, request
+from minivllm.runtime.executors.broadcast import receive_exactly
 from minivllm.sampling import logprobs, params, pooling
 
 CLASSES: tuple[type, ...] = (
@@ -126,21 +127,8 @@ class Channel:
 
     def receive(self) -> Any:
         """The next value; waits for it. Raises EOFError if the other end is gone."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        return unpack(self._read(length))
-
-    def _read(self, count: int) -> bytes:
-        parts = []
-        while count:
-            try:
-                part = self.sock.recv(min(count, 1 << 20))
-            except OSError as error:
-                raise EOFError(str(error)) from error
-            if not part:
-                raise EOFError("the other end has closed")
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
+        (length,) = _LENGTH.unpack(receive_exactly(self.sock, _LENGTH.size))
+        return unpack(receive_exactly(self.sock, length))
 
     def ready(self) -> bool:
         """Whether something has come, or the other end is gone."""

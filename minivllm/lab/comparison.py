@@ -79,6 +79,8 @@ def _word(event: Event, step: int) -> str:
         return "waited"
     if kind == "wait":
         return f"waited: {REASONS.get(event[2], event[2])} (since step {max(step, 0)})"
+    if kind == "kv_wait":
+        return f"waited: {REASONS['remote_kv']} (since step {max(step, 0)})"
     if kind == "admit":
         return f"was running (since step {step}) but got no token"
     if kind == "preempt":
@@ -122,7 +124,7 @@ def first_difference(a: Trace, b: Trace, names: dict[str, str] | None = None, mo
 
     Args:
         names: what the requests of b are called in a, where that differs.
-        most: for so many requests, reasons are given.
+        most: for at most this many requests, reasons are given.
     """
     left, right = decisions(a), decisions(b, names)
     back = {theirs: mine for mine, theirs in (names or {}).items()}

@@ -57,7 +57,7 @@ class CostModel(ABC):
 
     @abstractmethod
     def seconds(self, output: SchedulerOutput, work: StepWork) -> float:
-        """Seconds from this decision to the next one, if nobody has to wait for new requests."""
+        """Seconds from this decision to the next one, if there is no wait for new requests."""
 
     def num_gpu_blocks(self, block_size: int) -> int | None:
         """KV blocks that the device has room for, or None if the model of cost does not know."""
@@ -352,7 +352,7 @@ def timed_steps(trace: Trace) -> Iterator[tuple[StepWork, float, float | None]]:
     The last is None where the engine had nothing left to do in between, or the recording ended.
 
     Raises:
-        ValueError: steps overlapped (async scheduling), so that none has a time of its own.
+        ValueError: steps overlapped (async scheduling), so that none has its own time.
     """
     reader = _StepTimes()
     read(trace, reader)
@@ -411,7 +411,7 @@ def features(work: StepWork, knots: Sequence[int]) -> list[float]:
 
 
 def _solve(rows: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Weights with small relative errors. Steps far off the others (somebody else had the machine) count less: Huber's rule, reweighted.
+    """Weights with small relative errors. Steps far off the others (other programs had the machine) count less: Huber's rule, reweighted.
 
     That is the time of a usual step. Steps are slowed more often than sped up, so in the end all weights are raised until the sum is right,
     with no step counted as more than three times the usual.

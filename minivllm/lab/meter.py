@@ -19,7 +19,7 @@ class LogHistogram:
         self.sum = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a number so many times."""
+        """Count a number this many times."""
         i = round(math.log(value) * 100) if value > 1e-9 else -(1 << 30)
         self.counts[i] = self.counts.get(i, 0) + times
         self.total += times

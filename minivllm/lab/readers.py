@@ -391,7 +391,7 @@ def read_workload(
     """A workload from a file of any known format: Azure, Mooncake, Bailian, BurstGPT, ShareGPT, `vllm bench serve`, or a trace of minivllm.
 
     Args:
-        limit: only the first so many requests (conversations, for ShareGPT).
+        limit: only the first `limit` requests (conversations, for ShareGPT).
         format: its name; None to tell it from the content.
         tokenize: text -> token ids, for files of texts.
         block_size: tokens of a hash id, for Mooncake and Bailian; None for 512 and 16.

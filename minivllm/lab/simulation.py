@@ -218,7 +218,7 @@ class Session:
         pull()
 
     def run(self) -> None:
-        """Step until nobody is left and nobody is expected."""
+        """Step until no request is left and none is expected."""
         later, clock, requests = self._later, self.clock, self.scheduler.requests
         while requests or later:
             if not requests:

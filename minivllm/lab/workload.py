@@ -346,7 +346,7 @@ def poisson(
         num_requests: how many.
         prompt_tokens, output_tokens: a number, a pair (low, high) for anything in between, or a function of a numpy generator.
         burstiness: shape of the gamma distribution of the gaps; 1 is Poisson, smaller comes in bursts.
-        num_users: requests are dealt to so many users at random.
+        num_users: requests are dealt to this many users at random.
         seed: same seed, same workload.
     """
     draw_prompt, draw_output = _drawing("prompt_tokens", prompt_tokens), _drawing("output_tokens", output_tokens)
@@ -377,7 +377,7 @@ def shared_prefix(
     Args:
         num_prefixes: different beginnings.
         prefix_tokens: their lengths.
-        prompt_tokens: what each request adds of its own.
+        prompt_tokens: what each request adds.
         skew: how unequal the beginnings are in demand: the k-th is drawn with a weight of 1 / k**skew (Zipf); 0 for equal.
     """
     draw_prefix, draw_output = _drawing("prefix_tokens", prefix_tokens), _drawing("output_tokens", output_tokens)

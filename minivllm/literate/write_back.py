@@ -120,7 +120,7 @@ def _in_cell(place: Placed, text: str, items: Iterable[Item], path: str) -> str:
     if cls is None:
         return text
     if not isinstance(part.node, FUNCTIONS):
-        what = f"only methods can stand below a method that has a cell of its own (#{cell.id})"
+        what = f"only methods can stand below a method that has its own cell (#{cell.id})"
         raise LiterateError(what, path, line=part.first)
     lines = text.split("\n")
     top = next(number for number, line in enumerate(lines) if line.startswith(("@", "def ", "async ")))

@@ -210,15 +210,12 @@ class LoRALinear(LinearMethod):
             self._kernels = _CUDAKernels.make(batch, self._a, self._b, self._spans)
 
     def problem(self, *about: Any) -> str | None:
-        """See `LinearMethod`."""
         return self.base.problem(*about)
 
     def create_weights(self, *sizes: Any, **how: Any) -> None:
-        """See `LinearMethod`."""
         self.base.create_weights(*sizes, **how)
 
     def process_weights_after_loading(self) -> None:
-        """See `LinearMethod`."""
         self.base.process_weights_after_loading()
 
     def replaced(self, method: LinearMethod) -> LinearMethod:
@@ -294,7 +291,6 @@ class LoRALinear(LinearMethod):
         return new.a, self._share.cut(part, new.b, 0)
 
     def apply(self, x: Tensor) -> Tensor:
-        """See `LinearMethod`."""
         out = self.base.apply(x)
         if not self._used or not self._batch.active:
             return out
@@ -415,7 +411,6 @@ class _TileKernels(_CPUKernels):
         self._starts, self._configs = batch.starts, [lora_configs(width) for width in (64, 32)]
 
     def add(self, x: Tensor, out: Tensor) -> None:
-        """See `_CPUKernels.add`."""
         from minivllm_kernels.cpu.compile import kernel, pack
         from minivllm_kernels.cpu.program import LAUNCHER
 

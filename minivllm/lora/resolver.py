@@ -25,7 +25,7 @@ class LoRAResolver(Protocol):
     """Finds adapters by name. The interface is vLLM's."""
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        """The adapter of this name, or None if this resolver has none. The server gives it a number of its own."""
+        """The adapter of this name, or None if this resolver has none. The server gives it a number."""
         ...
 
 

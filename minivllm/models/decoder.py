@@ -80,7 +80,6 @@ class ParallelDecoderLayer(DecoderLayer):
     capturable = True
 
     def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """See `DecoderLayer`."""
         x, residual = self.mixer_norm.add(x, residual)
         inner = x if isinstance(self.mlp_norm, NoNorm) else self.mlp_norm(residual)
         return self.mixer(x, context) + self.mlp(inner), residual
@@ -92,7 +91,6 @@ class MixerLayer(DecoderLayer):
     capturable = True
 
     def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """See `DecoderLayer`."""
         x, residual = self.mixer_norm.add(x, residual)
         return self.mixer(x, context), residual
 

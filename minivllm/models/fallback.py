@@ -207,7 +207,6 @@ class TransformersDecoder(Decoder):
         self._backends: dict[int, AttentionBackend] = {}
 
     def bind(self, kv_cache_config: KVCacheConfig) -> None:
-        """See `Decoder`."""
         groups = enumerate(kv_cache_config.groups)
         self._places = {layer: (g, i) for g, group in groups for i, layer in enumerate(group.layers)}
 
@@ -220,7 +219,6 @@ class TransformersDecoder(Decoder):
         media: Any = None,
         x: Tensor | None = None,
     ) -> Tensor:
-        """See `Decoder`."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             group, place = self._places[layer]
@@ -239,5 +237,4 @@ class TransformersDecoder(Decoder):
         return found.last_hidden_state[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See `Decoder`."""
         return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()

@@ -596,7 +596,7 @@ def convert_gguf(
     """Write a GGUF file as a Hugging Face folder: `model.safetensors`, `config.json`, tokenizer, generation config.
 
     Weights become float32. Every quantised value is exact in it (not in bfloat16), so a model loaded from the folder
-    computes with the same numbers whoever loads it. With `keep_blocks`, blocks of `BLOCK_TYPES` are copied as they are,
+    computes with the same numbers in any program. With `keep_blocks`, blocks of `BLOCK_TYPES` are copied as they are,
     and only minivllm reads the folder. `progress(iterable, total)` may wrap the loop over tensors (a progress bar).
     Raises `GGUFError` for anything in the file that has no equivalent, before the weights are written.
     """

@@ -22,8 +22,9 @@ from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
     "FAMILIES", "GEMMA_NORMS", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "MTPSpec", "MediaSpec",
-    "Unpack", "WeightNames", "family", "qwen2", "read_attention", "read_common", "read_mlp", "read_rope",
-    "read_rope_of_type", "read_window_per_layer", "spec_from_config", "windowed_layers", "windows_from_types",
+    "Unpack", "WeightNames", "family", "qwen2", "read_attention", "read_common", "read_layer_types",
+    "read_mlp", "read_rope", "read_rope_of_type", "read_window_per_layer", "spec_from_config",
+    "windowed_layers", "windows_from_types",
 ]  # fmt: skip
 
 
@@ -317,7 +318,7 @@ class DecoderSpec:
             yield from ((name.removesuffix(rule.suffix) + part, value) for part, value in parts.items())
 
     def mtp_layer(self) -> "DecoderSpec":
-        """The layer that drafts tokens as a decoder by itself, without an embedding and an output layer of its own.
+        """The layer that drafts tokens as a decoder by itself, without its own embedding and output layer.
 
         Raises:
             ValueError: there is none, or there are several.
@@ -400,6 +401,11 @@ class ConfigReader:
                 f"config field {name}={value!r} is not supported; supported: {', '.join(map(repr, allowed))}"
             )
         return value
+
+    def skip(self, *names: str) -> None:
+        """Read fields that change nothing here: initialisation, training, repeats of other fields."""
+        for name in names:
+            self.get(name)
 
     def finish(self) -> None:
         """Refuse the fields that were not read, unless it is neutral or switched off (null, false, 0 or empty).
@@ -537,15 +543,20 @@ def read_mlp(r: ConfigReader, **fields: Any) -> GatedMLPSpec:
 def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int | None]:
     """Qwen's rule: `layer_types`, or a window from layer `max_window_layers` on; nothing without `use_sliding_window`."""
     count = r.need("num_hidden_layers")
-    start, window, types = (
-        r.get("max_window_layers", default_start),
-        r.get("sliding_window", 4096),
-        r.get("layer_types"),
-    )
-    window = window if r.get("use_sliding_window", False) else None
+    start, types = r.get("max_window_layers", default_start), r.get("layer_types")
+    window, used = r.get("sliding_window", 4096), r.get("use_sliding_window", False)
+    window = window if used else None
     if types is None:
         return [window if i >= start else None for i in range(count)]
     return windows_from_types(r, types, window)
+
+
+def read_layer_types(
+    r: ConfigReader, every: int, usual: str = "sliding_attention", every_nth: str = "full_attention"
+) -> list[str]:
+    """`layer_types` of the config; without it the `usual` one, but for each `every`-th layer `every_nth`."""
+    given, count = r.get("layer_types"), r.need("num_hidden_layers")
+    return given or [usual if (i + 1) % every else every_nth for i in range(count)]
 
 
 def windows_from_types(r: ConfigReader, types: list[str], window: int | None) -> list[int | None]:
@@ -628,23 +639,17 @@ GEMMA_NORMS: dict[str, Any] = {
 def gemma3(r: ConfigReader) -> DecoderSpec:
     """Gemma 3, text only: norms before and after, `1 + weight`, local layers with another rotation."""
     common = read_common(r, tied=True)
-    count, every, bias = r.need("num_hidden_layers"), r.get("sliding_window_pattern", 6), r.get("attention_bias", False)
-    attention = read_attention(
-        r,
-        head_dim=256,
-        num_kv_heads=4,
-        rope=None,
-        scale=r.get("query_pre_attn_scalar", 256) ** -0.5,
-        soft_cap=r.get("attn_logit_softcapping"),
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-    )
-    types = r.get("layer_types")
-    if types is None:
-        types = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(count)]
-    sizes = (attention.head_dim, common["max_position_embeddings"])
-    ropes = {kind: read_rope_of_type(r, kind, *sizes, 1e6, 1e4) for kind in ("full_attention", "sliding_attention")}
+    bias, scale = r.get("attention_bias", False), r.get("query_pre_attn_scalar", 256) ** -0.5
+    sizes: dict[str, Any] = {
+        "head_dim": 256,
+        "num_kv_heads": 4,
+        "scale": scale,
+        "soft_cap": r.get("attn_logit_softcapping"),
+    }
+    attention = read_attention(r, rope=None, qkv_bias=bias, o_bias=bias, qk_norm=True, **sizes)
+    types = read_layer_types(r, r.get("sliding_window_pattern", 6))
+    lengths = (attention.head_dim, common["max_position_embeddings"])
+    ropes = {kind: read_rope_of_type(r, kind, *lengths, 1e6, 1e4) for kind in ("full_attention", "sliding_attention")}
     mlp = read_mlp(r, activation=r.get("hidden_activation", "gelu_pytorch_tanh"))
     windows = zip(types, windows_from_types(r, types, r.get("sliding_window", 4096)), strict=True)
     layers = [replace(attention, rope=ropes[kind], sliding_window=window) for kind, window in windows]

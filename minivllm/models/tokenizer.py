@@ -30,7 +30,7 @@ def get_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the fast tokenizer of a local folder, a model alias, or a hub id (only the tokenizer's files are downloaded).
 
-    The result is what `transformers.AutoTokenizer` gives. Where the folder names no class of its own, it is loaded without
+    The result is what `transformers.AutoTokenizer` gives. Where the folder names no class, it is loaded without
     AutoTokenizer, whose import alone takes as long as everything else here.
 
     Raises `ValueError` if there is no tokenizer, if it is not a fast one, or if it needs code from the hub.

@@ -2,6 +2,7 @@
 
 # Generated from nbs/runtime/executor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import functools
 import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -274,13 +275,43 @@ def fit_memory(plan: EnginePlan) -> EnginePlan:
     return replace(with_memory(plan, measure_memory(plan, decoder)), decoder=decoder)
 
 
-class UniProcExecutor:
+class ExecutorBase:
+    """What the executors of this package share. A subclass has `config`, and says with `_call` how a method of its ranks is called."""
+
+    config: EngineConfig
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        return self.config.kv_cache
+
+    def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Future[list[Any]]":
+        raise NotImplementedError
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        future = self._call(method, args, kwargs or {})
+        return future if non_block else future.result(timeout)
+
+    def check_health(self) -> None:
+        """There is nothing in this process that could fail by itself."""
+
+    def register_failure_callback(self, callback: Callable[[], None]) -> None:
+        """It will not be called: see `check_health`."""
+
+
+class UniProcExecutor(ExecutorBase):
     """Runs the model in the engine's own process. Submitted steps run on a GPU by themselves, on a CPU in a thread."""
 
     def __init__(
         self, plan: EnginePlan, transforms: Sequence[Transform] = (), grammar: GrammarCompiler | None = None
     ) -> None:
-        self.config, self.kv_cache_config = plan.config, plan.config.kv_cache
+        self.config = plan.config
         decoder = plan.decoder or load_decoder(plan)
         keep_freed_memory()  # not before the weights are loaded
         self._runner: ModelRunner | None = ModelRunner(
@@ -306,7 +337,7 @@ class UniProcExecutor:
 
     def submit(self, output: SchedulerOutput) -> PendingStep:
         runner = self.runner
-        return runner.launch(output) if runner.future is not None else self._thread.submit(runner.execute_model, output)
+        return runner.launch(output) if runner.buffer is not None else self._thread.submit(runner.execute_model, output)
 
     def keep_samples(self, log: SampleLog | None) -> None:
         if self._runner is not None:
@@ -315,27 +346,8 @@ class UniProcExecutor:
     def explain(self, record: SampleRecord, tokenizer: Any = None, top: int = 5) -> "pd.DataFrame":
         return record.explain(self.runner.sampler, self.runner.grammar, tokenizer, top)
 
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        non_block: bool = False,
-    ) -> Any:
-        result = getattr(self.runner, method)(*args, **(kwargs or {}))
-        future: Future[list[Any]] = Future()
-        if isinstance(result, Future):
-            result.add_done_callback(lambda done: pass_on(done, future))
-        else:
-            future.set_result([result])
-        return future if non_block else future.result(timeout)
-
-    def check_health(self) -> None:
-        """There is nothing that could fail by itself."""
-
-    def register_failure_callback(self, callback: Callable[[], None]) -> None:
-        """It will not be called: see `check_health`."""
+    def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Future[list[Any]]":
+        return one_rank(getattr(self.runner, method)(*args, **kwargs))
 
     def shutdown(self) -> None:
         self._thread.shutdown()
@@ -347,8 +359,17 @@ class UniProcExecutor:
             torch.cuda.empty_cache()
 
 
-def pass_on(done: "Future[Any]", future: "Future[list[Any]]") -> None:
-    """Give a future that is done to one that is waited for, as a list of one."""
+def one_rank(result: Any) -> "Future[list[Any]]":
+    """What the only rank of a call has returned, or will return, as a list of one."""
+    future: Future[list[Any]] = Future()
+    if isinstance(result, Future):
+        result.add_done_callback(functools.partial(_pass_on, future))
+    else:
+        future.set_result([result])
+    return future
+
+
+def _pass_on(future: "Future[list[Any]]", done: "Future[Any]") -> None:
     if (error := done.exception()) is not None:
         future.set_exception(error)
     else:

@@ -45,7 +45,7 @@ class StepInputs:
 
     request_ids: the B requests. rows: int64 [B], their rows. counts: int64 [B], their tokens in this step. starts: int64 [B + 1],
     where they begin among the T. token_ids, positions: int64 [T]. attention: one AttentionBatch for each KV cache group; a
-    draft token, and the token before the first, is a request of its own there.
+    draft token, and the token before the first, is a separate request there.
     last_token: int64 [B], index into the T tokens of each request's last one.
     samples: bool [B], whether a new token is sampled: the last scheduled token is the last known one, or a draft token, and the
     row draws.
@@ -63,19 +63,16 @@ class StepInputs:
 
 
 def _split(
-    rows: Int64, starts: Int64, seq_lens: Int64, positions: Int64, drafted: Sequence[bool]
+    row_of_token: Int64, starts: Int64, positions: Int64, drafted: npt.NDArray[np.bool_]
 ) -> tuple[Int64, Int64, Int64]:
     """Queries of the attention when each token of the requests `drafted` is one by itself, which attends to what stands before it.
 
     Returns row [Q], length [Q] and begin [Q + 1] of each query.
     """
-    of, lengths, begins = list[int](), list[int](), list[int]()
-    for i, split in enumerate(drafted):
-        places = range(starts[i], starts[i + 1]) if split else starts[i : i + 1]
-        of += [int(rows[i])] * len(places)
-        lengths += (positions[starts[i] : starts[i + 1]] + 1).tolist() if split else [int(seq_lens[i])]
-        begins += [int(place) for place in places]
-    return np.array(of, np.int64), np.array(lengths, np.int64), np.array([*begins, starts[-1]], np.int64)
+    begins_one = np.repeat(drafted, np.diff(starts))
+    begins_one[starts[:-1]] = True
+    begins = np.append(np.flatnonzero(begins_one), starts[-1])
+    return row_of_token[begins[:-1]], positions[begins[1:] - 1] + 1, begins
 
 
 class InputBatch:
@@ -156,8 +153,10 @@ class InputBatch:
 
         row_of_token = np.repeat(rows, counts)
         positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], counts)
-        queries = _split(rows, starts, seq_lens, positions, [r in drafts for r in request_ids]) if drafts else None
-        of, lengths, begins = queries or (rows, seq_lens, starts)
+        of, lengths, begins = rows, seq_lens, starts
+        if drafts:
+            drafted = np.fromiter((r in drafts for r in request_ids), np.bool_, num_reqs)
+            of, lengths, begins = _split(row_of_token, starts, positions, drafted)
         begins, lengths, attention = begins.astype(np.int32), lengths.astype(np.int32), []
         for table in self.block_tables:
             size, longest = table.block_size, max(1, int(table.num_blocks[rows].max()))
@@ -171,7 +170,7 @@ class InputBatch:
             token_ids=self.token_ids[row_of_token, positions].astype(np.int64),
             positions=positions,
             attention=attention,
-            last_token=starts[1:].astype(np.int64) - 1,
+            last_token=starts[1:] - 1,
             samples=(seq_lens >= self.num_tokens[rows]) & self.draws[rows],
         )
 

@@ -13,6 +13,7 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend, as_bytes
 from minivllm.attention.numba_cuda import cuda_ops
 from minivllm.core.config import KVTransferConfig
-from minivllm.core.kv_connector import CONNECTORS, KVConnector, PeerMemoryConnector, take_extra
+from minivllm.core.kv_connector import CONNECTORS, KVConnector, Loads, PeerMemoryConnector, take_extra
 from minivllm.core.output import KVConnectorMetadata
 from minivllm.models.parallel import TensorGroup
 
@@ -49,28 +50,30 @@ class ConnectorWorker(ABC):
         self.config, self.backend, self.kv_caches, self.group = config, backend, kv_caches, group
         self.rank = 0 if group is None else group.share.rank
         self.failures = 0
+        self._pending: dict[str, tuple[Loads, Future[Any]]] = {}
+        self._invalid: set[int] = set()
+        self._threads = functools.cache(lambda: ThreadPoolExecutor(2, "kv-load"))  # made when one is needed
+
+    def fetch(self, loads: Loads) -> Any:
+        """In a thread beside the steps: get what is slow to reach, for `load`. Must leave the caches alone."""
+        return None
 
     @abstractmethod
-    def load(self, loads: Sequence[tuple[tuple[Any, ...], int]]) -> set[int]:
-        """Fill blocks. Returns those that could not be."""
+    def load(self, loads: Loads, fetched: Any = None) -> set[int]:
+        """Fill blocks, with what `fetch` has got for them, if it was called. Returns those that could not be filled."""
 
     @abstractmethod
     def save(self, saves: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
         """Keep blocks. One that cannot be kept is no error: it will be computed again."""
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> set[int]:
-        """Before the layers run. Returns the blocks that could not be filled, on whatever rank."""
+        """Before the layers run. Returns the blocks that could not be filled, on whatever rank. Begins what is fetched beside the steps."""
+        for request_id, loads in meta.async_loads.items():
+            if request_id not in self._pending:  # else it was said twice, since a step had failed
+                self._pending[request_id] = loads, self._threads().submit(self.fetch, loads)
         if not meta.loads:
             return set()
-        failed = self.load(meta.loads)
-        if self.group is not None:
-            failed = {
-                block
-                for (_, block), bad in zip(
-                    meta.loads, self.group.any_of([b in failed for _, b in meta.loads]), strict=True
-                )
-                if bad
-            }
+        failed = self._agree(meta.loads, self.load(meta.loads))
         self.failures += bool(failed)
         return failed
 
@@ -78,6 +81,45 @@ class ConnectorWorker(ABC):
         """After the layers have run. Saves nothing until the scheduler has heard of every failure."""
         if meta.saves and self.failures == meta.failures:
             self.save(meta.saves)
+
+    def _agree(self, loads: Loads, failed: set[int]) -> set[int]:
+        """What could not be filled on whatever rank."""
+        if self.group is None:
+            return failed
+        bad = self.group.any_of([block in failed for _, block in loads])
+        return {block for (_, block), is_bad in zip(loads, bad, strict=True) if is_bad}
+
+    def get_finished(self, idle: bool = False) -> tuple[set[str], set[str]]:
+        """Fill the blocks that have been fetched meanwhile.
+
+        Args:
+            idle: there is nothing else to do, so wait for one, for a hundredth of a second.
+
+        Returns:
+            Requests whose blocks have been copied to elsewhere, and those whose blocks are filled; see `get_block_ids_with_load_errors`.
+        """
+        if not self._pending:
+            return set(), set()
+        if idle:
+            wait([future for _, future in self._pending.values()], 0.01, FIRST_COMPLETED)
+        open_ = [not future.done() for _, future in self._pending.values()]
+        if self.group is not None:
+            open_ = self.group.any_of(open_)
+        ended = {name for name, is_open in zip(self._pending, open_, strict=True) if not is_open}
+        for loads, future in [self._pending.pop(name) for name in sorted(ended)]:
+            self._invalid |= self._agree(loads, self._load_fetched(loads, future))
+        return set(), ended
+
+    def _load_fetched(self, loads: Loads, future: "Future[Any]") -> set[int]:
+        if (error := future.exception()) is not None:
+            logger.warning("KV blocks cannot be fetched and will be computed: %r", error)
+            return {block for _, block in loads}
+        return self.load(loads, future.result())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of the requests that `get_finished` told of and that could not be filled."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
 
 
 class OffloadingWorker(ConnectorWorker):
@@ -99,7 +141,7 @@ class OffloadingWorker(ConnectorWorker):
         shape = (cache.shape[0], count, *cache.shape[2:])
         return torch.zeros(shape, dtype=cache.dtype, pin_memory=cache.is_cuda)
 
-    def load(self, loads: Sequence[tuple[tuple[Any, ...], int]]) -> set[int]:
+    def load(self, loads: Loads, fetched: Any = None) -> set[int]:
         pairs = [(slot, block) for (slot, key), block in loads if self.held.get(slot) == key]
         for cache, slots in zip(self.kv_caches, self.slots, strict=True):
             self.backend.copy_blocks(slots, cache, pairs)
@@ -133,8 +175,11 @@ class SharedStorageWorker(ConnectorWorker):
         _remove_left(self.root, "*/*.tmp-*")
         self._bytes = [cache[:, 0].nbytes for cache in kv_caches]
 
-    def load(self, loads: Sequence[tuple[tuple[Any, ...], int]]) -> set[int]:
-        found = {block: data for (path, _), block in loads if (data := self._read(f"{path}.{self.rank}")) is not None}
+    def fetch(self, loads: Loads) -> dict[int, Tensor]:
+        return {block: data for (path, _), block in loads if (data := self._read(f"{path}.{self.rank}")) is not None}
+
+    def load(self, loads: Loads, fetched: dict[int, Tensor] | None = None) -> set[int]:
+        found = self.fetch(loads) if fetched is None else fetched
         if found:
             where, start = torch.tensor(list(found)), 0
             data = torch.stack(list(found.values()))
@@ -310,7 +355,7 @@ class PeerMemoryWorker(ConnectorWorker):
         for _, slot in pairs:
             write_whole(self._held[slot], f"{self._name} {slot}".encode())
 
-    def load(self, loads: Sequence[tuple[tuple[Any, ...], int]]) -> set[int]:
+    def load(self, loads: Loads, fetched: Any = None) -> set[int]:
         names = {block: f"{path}.{self.rank}" for (path, _), block in loads}
         found = {block: place for block, name in names.items() if (place := _look(name)) is not None}
         for store in {store for store, _, _ in found.values()}:

@@ -30,19 +30,19 @@ from minivllm.multimodal.mrope import MRope
 from minivllm.multimodal.outputs import EncoderOutputs, MediaEncoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
-from minivllm.runtime.kv_connectors import make_connector_worker
+from minivllm.runtime.kv_connectors import ConnectorWorker, make_connector_worker
 from minivllm.runtime.pooler import Pooler
 from minivllm.runtime.sample_record import SampleLog, forget_samples, log_samples
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.logprobs import Logprob, compute_logprobs
 from minivllm.sampling.pooling import PoolingParams
-from minivllm.sampling.sampler import PendingSample, Sampler
+from minivllm.sampling.sampler import PendingSample, Sampler, SamplerOutput
 from minivllm.sampling.state import RequestView, SamplingState
 from minivllm.sampling.transforms import Transform
 from minivllm.spec_decode.draft_model import DraftHost, shared_group
 from minivllm.spec_decode.drafter import Drafter, make_drafter
 from minivllm.spec_decode.proposers import DraftRequest, HiddenStates
-from minivllm.spec_decode.rejection import Draft, RejectionSampler
+from minivllm.spec_decode.rejection import Draft, RejectionSampler, Verified
 
 
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -84,7 +84,7 @@ def new_swap_caches(
 def step_bytes(config: EngineConfig) -> int:
     """Room for the arrays of a step (see `StepBuffer`), generously: ids, positions, slots and work lists, block tables.
 
-    A draft token takes part in the attention as a request of its own, and has its own row of the block table.
+    A draft token takes part in the attention as a separate request, and has its own row of the block table.
     """
     limits, groups = config.scheduler, len(config.kv_cache.groups)
     per_token, per_row = 16 + 8 + groups * (8 + 32), groups * 64 * 32
@@ -231,13 +231,7 @@ class ModelRunner:
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Execute one step. A request that fails by itself is reported in ``errors``; the others go on."""
-        start = time.perf_counter()
-        result = self.launch(output).result()
-        if self.drafter is not None:
-            result.draft_token_ids = self._propose(self.drafter, output, result, time.perf_counter() - start)
-            if (problem := self.drafter.problem) is not None:
-                result.proposer_error = f"{type(problem).__name__}: {problem}"
-        return result
+        return self.launch(output).result()
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> "PendingStep":
@@ -245,12 +239,13 @@ class ModelRunner:
 
         With `future` the next may be launched before the result of this one is asked for.
         """
-        pending = PendingStep(self)
+        pending = PendingStep(self, output)
         self._update_rows(output, pending.output)
         if output.swap_out or output.swap_in:
             self._swap_blocks(output)
-        if (transfers := output.kv_connector_metadata) is not None and self.connector is not None:
-            pending.output.invalid_block_ids = self.connector.start_load_kv(transfers)
+        transfers = output.kv_connector_metadata
+        if self.connector is not None:
+            self._load_blocks(self.connector, output, pending.output)
         if output.scheduled_encoder_inputs or output.free_encoder_mm_hashes:
             self.media.update(output)
         if not output.total_num_scheduled_tokens:
@@ -290,13 +285,20 @@ class ModelRunner:
         self.batch.num_computed[step.rows] += step.counts
         sampled = hidden if len(last) == len(hidden) else hidden[last]
         if drafts:
-            self._verify(step, chosen, sampled, drafts, pending.output)
+            pending.verified = self._verify(step, chosen, sampled, drafts)
         elif len(chosen):
             self._sample(step, chosen, sampled, rows, pending)
         if transfers is not None and self.connector is not None and not pending.output.failed_loras:
             self.connector.wait_for_save(transfers)
         self._latest = pending
         return pending
+
+    def _load_blocks(self, connector: ConnectorWorker, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        if (transfers := output.kv_connector_metadata) is not None:
+            result.invalid_block_ids = connector.start_load_kv(transfers)
+        idle = not output.total_num_scheduled_tokens
+        result.finished_sending, result.finished_recving = connector.get_finished(idle)
+        result.invalid_block_ids |= connector.get_block_ids_with_load_errors()
 
     def learn(self, tokens: Mapping[str, list[int]]) -> None:
         """Store the newest token of each request, which the last pipeline stage has sampled. For the stages before it."""
@@ -458,10 +460,8 @@ class ModelRunner:
         token_ids = guesses.get(request_id, ())
         return Draft(token_ids) if self.drafter is None else self.drafter.scheduled(request_id, token_ids)
 
-    def _propose(
-        self, drafter: Drafter, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float
-    ) -> dict[str, list[int]]:
-        """Draft tokens for the requests that will go on after this step. seconds: what it took."""
+    def _propose(self, drafter: Drafter, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
+        """Add draft tokens for the requests that will go on after this step. seconds: what it took."""
         sampled, scheduled = result.sampled_token_ids, output.scheduled_spec_decode_tokens
         drafts = {name: len(scheduled.get(name, ())) for name in sampled}
         only = output.total_num_scheduled_tokens == len(sampled) + sum(drafts.values())
@@ -470,8 +470,10 @@ class ModelRunner:
         if self._states is not None:
             states, self._states = self._hidden_states(*self._states), None
             drafter.read(states)
-        requests = [r for name, new in sampled.items() if (r := self._draft_request(name, new[-1])) is not None]
-        return drafter.propose(requests, len(sampled))
+        asked = (r for name, new in sampled.items() if (r := self._draft_request(name, new[-1])) is not None)
+        result.draft_token_ids = drafter.propose(asked, len(sampled))
+        if drafter.problem is not None:
+            result.proposer_error = f"{type(drafter.problem).__name__}: {drafter.problem}"
 
     def _keep_states(self, drafter: Drafter, step: StepInputs, hidden: Tensor) -> Tensor:
         """Keep what a proposer reads until the step's tokens are known. Returns the hidden states alone, [T, hidden_size]."""
@@ -509,9 +511,12 @@ class ModelRunner:
         return request if (table := self._draft_table) is None else replace(request, blocks=table.of(row))
 
     def _verify(
-        self, step: StepInputs, chosen: Int64, hidden: Tensor, drafts: Sequence[Draft], result: ModelRunnerOutput
-    ) -> None:
-        """As `_sample`, in a step with draft tokens: accept some, and wait for it. hidden: [sum of (drafts + 1), hidden_size]."""
+        self, step: StepInputs, chosen: Int64, hidden: Tensor, drafts: Sequence[Draft]
+    ) -> Callable[[ModelRunnerOutput], None]:
+        """As `_sample`, in a step with draft tokens. hidden: [sum of (drafts + 1), hidden_size].
+
+        Returns what waits for the tokens, and puts those that are accepted into a result.
+        """
         batch = self.sampling.batch([step.request_ids[i] for i in chosen])
         if self.adapters is not None:
             self.adapters.use(np.repeat(self.lora_slots[step.rows[chosen]], [len(d.token_ids) + 1 for d in drafts]))
@@ -519,8 +524,18 @@ class ModelRunner:
         if self.sample_log is not None:
             log_samples(self.sample_log, batch.requests, logits, [draft.token_ids for draft in drafts])
         self.rejection.explains = self.sample_log is not None
-        verified = self.rejection.verify(logits, batch, drafts, self._looks_back)
-        for view, draft, got in zip(batch.requests, drafts, verified, strict=True):
+        finish = self.rejection.start(logits, batch, drafts, self._looks_back)
+        return lambda result: self._accept(batch.requests, drafts, finish(), result)
+
+    def _accept(
+        self,
+        views: Sequence[RequestView],
+        drafts: Sequence[Draft],
+        verified: Sequence[Verified],
+        result: ModelRunnerOutput,
+    ) -> None:
+        """Keep what requests with drafts got."""
+        for view, draft, got in zip(views, drafts, verified, strict=True):
             name = view.request_id
             if self.sample_log is not None:
                 forget_samples(self.sample_log, view, len(draft.token_ids) + 1 - len(got.token_ids))
@@ -579,33 +594,48 @@ class PendingStep:
     """A step that the device has executed or will, and the tokens that the host does not know yet.
 
     Attributes:
+        decision: what is executed; None when its drafts were asked for.
+        start: when it began.
         output: what is known of the result.
         drawn: the tokens, or None if there are none or they have been taken.
+        verified: waits for the tokens of a step with drafts, and puts them into a result; None as `drawn`.
         views, rows, places: of the requests that get a token: their views, rows in the `InputBatch` (which can differ from those in the
             `SamplingState`), and where in the row it belongs.
         loads: of a recorded step, see `ExpertLoads.take`.
     """
 
     runner: ModelRunner
+    decision: SchedulerOutput | None
+    start: float = field(default_factory=time.perf_counter)
     output: ModelRunnerOutput = field(default_factory=ModelRunnerOutput)
     drawn: PendingSample | None = None
+    verified: Callable[[ModelRunnerOutput], None] | None = None
     views: Sequence[RequestView] = ()
     rows: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
     places: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
     loads: Sequence[tuple[int, Tensor]] = ()
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the tokens, and put them into their rows."""
+        """Wait for the tokens, put them into their rows, and ask for the next drafts."""
         if self.loads:
             self.output.expert_loads = tuple((layer, tuple(counts.tolist())) for layer, counts in self.loads)
             self.loads = ()
-        if self.drawn is None:
-            return self.output
-        drawn, self.drawn = self.drawn.finish(), None
+        if self.verified is not None:
+            self.verified(self.output)
+            self.verified = None
+        if self.drawn is not None:
+            drawn, self.drawn = self.drawn.finish(), None
+            self._take(drawn)
+        if (decision := self.decision) is not None and (drafter := self.runner.drafter) is not None:
+            self.decision = None
+            self.runner._propose(drafter, decision, self.output, time.perf_counter() - self.start)
+        return self.output
+
+    def _take(self, drawn: SamplerOutput) -> None:
         runner, output, token_ids = self.runner, self.output, drawn.token_ids.numpy()
         alive = [runner.sampling.requests.get(view.request_id) is view for view in self.views]  # else it lost its row
         keep = np.flatnonzero(alive)
-        known = token_ids[keep].clip(min=0)  # -1 for one that failed: it may be in the next step already, in vain
+        known = token_ids[keep].clip(min=0)  # -1 for one that failed, which may be in the next step already
         runner.batch.set_tokens(self.rows[keep], self.places[keep], known)
         for view, token_id, logprobs, lives in zip(self.views, token_ids.tolist(), drawn.logprobs, alive, strict=True):
             if view.request_id in drawn.errors:
@@ -616,4 +646,3 @@ class PendingStep:
             if logprobs is not None:
                 output.logprobs[view.request_id] = [logprobs]
         output.errors.update(drawn.errors)
-        return output

@@ -15,7 +15,7 @@ from minivllm.spec_decode.rejection import choose_by_ratio
 
 
 def peak_batch(limits: SchedulerConfig, block_size: int) -> AttentionBatch:
-    """`max_num_batched_tokens` tokens in prompts of `max_model_len`, the last one shorter, each in blocks of its own from block 1 on."""
+    """`max_num_batched_tokens` tokens in prompts of `max_model_len`, the last one shorter, each in separate blocks from block 1 on."""
     tokens, longest = limits.max_num_batched_tokens, limits.max_model_len
     lens = np.full(-(-tokens // longest), longest, np.int32)
     lens[-1] = tokens - longest * (len(lens) - 1)

@@ -47,7 +47,7 @@ class SampleRecord:
         tokenizer: Any = None,
         top: int = 5,
     ) -> pd.DataFrame:
-        """How the token was chosen: see `explain_sample`. `sampler`: the engine's, if it has stages of its own."""
+        """How the token was chosen: see `explain_sample`. `sampler`: the engine's, if it has its own stages."""
         return explain_sample(self, sampler or Sampler(), grammar, tokenizer, top)
 
 

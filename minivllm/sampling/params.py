@@ -394,7 +394,7 @@ class SamplingParams(CheckedParams):
         logprobs_mode: raw or processed, logprobs or logits; None is the engine's.
         detokenize, skip_special_tokens, spaces_between_special_tokens: how token ids become text.
         logits_processors, extra_args: own transforms `(logits, view) -> logits`; others by name, as `{"typical": 0.9}`.
-        truncate_prompt_tokens: keep only the last so many tokens of the prompt; -1 as many as fit.
+        truncate_prompt_tokens: keep only this many tokens of the prompt, the last ones; -1 as many as fit.
         output_kind, structured_outputs: what each RequestOutput carries; what the output must look like.
         bad_words_token_ids, eos_token_id, all_stop_token_ids: set from tokenizer and model; `min_tokens` forbids the last.
     """

@@ -30,10 +30,10 @@ class PoolingParams(CheckedParams):
     Attributes:
         task: a name in `TASKS`; None for the model's usual one.
         pooling_type: the "mean" over all tokens, or the hidden state of the first ("cls") or the "last".
-        dimensions: keep only the first so many numbers of a vector (of use with models trained for that).
+        dimensions: keep only this many numbers of a vector, the first ones (of use with models trained for that).
         normalize: scale a vector to length 1, after cutting.
         use_activation: class scores are probabilities, not logits.
-        truncate_prompt_tokens: keep so many tokens of the prompt, -1 as many as fit: the last ones, or the first ones of a
+        truncate_prompt_tokens: keep this many tokens of the prompt, -1 as many as fit: the last ones, or the first ones of a
             model that predicts no tokens.
     """
 

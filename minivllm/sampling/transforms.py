@@ -237,7 +237,7 @@ def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 def take_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The argmax of each row, of equals the first, and whether there is one, as for `draw`: [R] int64, [R] bool."""
     values, ids = logits.max(-1)
-    return ids, values.isfinite()
+    return ids, values.abs() < math.inf
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class ServerOptions:
         for module in self.lora_modules:
             name, _, path = module.partition("=")
             if not name or not path or name in found:
-                raise ValueError(f"lora_modules: each must be name=path with a name of its own, got {module!r}")
+                raise ValueError(f"lora_modules: each must be name=path with a distinct name, got {module!r}")
             found[name] = path
         return found
 

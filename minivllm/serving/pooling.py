@@ -20,15 +20,14 @@ from minivllm.serving.protocol import ApiModel, Int64, RequestFields, as_list
 
 
 class PooledFields(RequestFields):
-    """What the endpoints share."""
+    """What the endpoints share. ``fixed``, ``names``: parameters of `PoolingParams`, and fields that are some."""
 
     unsupported: ClassVar = {"lora_request": ((), "name the adapter as the model")}
     n: ClassVar = 1
     stream: ClassVar = False
     fixed: ClassVar[dict[str, Any]] = {}
-    names: ClassVar[tuple[str, ...]] = ("use_activation", "truncate_prompt_tokens")
+    names: ClassVar[tuple[str, ...]] = ("truncate_prompt_tokens",)
 
-    use_activation: bool | None = None
     truncate_prompt_tokens: Int64 | None = None
 
     def pooling_params(self) -> PoolingParams:
@@ -36,7 +35,15 @@ class PooledFields(RequestFields):
         return PoolingParams(**self.fixed, **{name: getattr(self, name) for name in self.names})
 
 
-class ClassificationRequest(PooledFields):
+class ActivatedFields(PooledFields):
+    """Of what a head gives."""
+
+    names: ClassVar[tuple[str, ...]] = (*PooledFields.names, "use_activation")
+
+    use_activation: bool | None = None
+
+
+class ClassificationRequest(ActivatedFields):
     """`POST /classify`."""
 
     fixed: ClassVar = {"task": "classify"}
@@ -45,10 +52,10 @@ class ClassificationRequest(PooledFields):
     add_special_tokens: bool = True
 
 
-class PoolingRequest(PooledFields):
+class PoolingRequest(ActivatedFields):
     """`POST /pooling`: whatever the model makes of a prompt, or the ``task`` that is named."""
 
-    names: ClassVar[tuple[str, ...]] = (*PooledFields.names, "task", "dimensions", "normalize", "pooling_type")
+    names: ClassVar[tuple[str, ...]] = (*ActivatedFields.names, "task", "dimensions", "normalize", "pooling_type")
 
     input: str | list[str] | list[int] | list[list[int]]
     add_special_tokens: bool = True
@@ -58,7 +65,7 @@ class PoolingRequest(PooledFields):
     pooling_type: Literal["mean", "cls", "last"] | None = None
 
 
-class PairFields(PooledFields):
+class PairFields(ActivatedFields):
     """Of two texts."""
 
     fixed: ClassVar = {"task": "score"}
@@ -153,7 +160,7 @@ class RerankWriter(PoolingWriter):
         return {**self._head("list"), "results": results, "usage": self.usage_of(outputs)}
 
 
-async def _plan_inputs(body: Any, request: Request, state: ServerState, prefix: str) -> Plan:
+async def plan_inputs(body: Any, request: Request, state: ServerState, prefix: str) -> Plan:
     """Check a body and make its prompts. Raises ApiError, InvalidParameter."""
     inputs = as_list(body.input)
     if not inputs:
@@ -185,12 +192,12 @@ def pooling_router(state: ServerState) -> APIRouter:
     @router.post("/pooling", response_model=None)
     async def create_pooling(body: PoolingRequest, request: Request) -> dict[str, Any] | Response:
         """What the model makes of each input."""
-        return await answer(request, state, body.model, _plan_inputs(body, request, state, "pool"), PoolingWriter)
+        return await answer(request, state, body.model, plan_inputs(body, request, state, "pool"), PoolingWriter)
 
     @router.post("/classify", response_model=None)
     async def create_classify(body: ClassificationRequest, request: Request) -> dict[str, Any] | Response:
         """Class probabilities of each input."""
-        plan = _plan_inputs(body, request, state, "classify")
+        plan = plan_inputs(body, request, state, "classify")
         return await answer(request, state, body.model, plan, ClassificationWriter)
 
     @router.post("/score", response_model=None)

@@ -1,4 +1,4 @@
-"""Draft model: layers of its own under the target's block ids, and what they have computed."""
+"""Draft model: its own layers under the target's block ids, and what they have computed."""
 
 # Generated from nbs/spec_decode/draft_model.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -26,7 +26,7 @@ from minivllm.spec_decode.rejection import Draft
 
 @dataclass(frozen=True)
 class DraftHost:
-    """What a model runner offers to a proposer with layers or heads of its own.
+    """What a model runner offers to a proposer that has layers or heads.
 
     Attributes:
         target: the model, with its weights.
@@ -142,7 +142,7 @@ class DraftCache:
         ends, begins = np.array([end for _, _, end in spans], np.int32), np.array(starts, np.int32)
         positions = torch.from_numpy(np.concatenate([np.arange(start, end) for _, start, end in spans]))
         plans, slots_of_all = [], np.concatenate(slots)
-        for group, spec in enumerate(self._specs):  # each has blocks of its own, behind those of the group before
+        for group, spec in enumerate(self._specs):  # each has separate blocks, behind those of the group before
             shift = group * self._stride
             batch = AttentionBatch(begins, ends, tables + np.int32(shift), slots_of_all + shift * size)
             plans.append(spec.planner(self.backend, self.decoder.device)(batch))

@@ -3,9 +3,10 @@
 # Generated from nbs/spec_decode/drafter.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -112,14 +113,15 @@ class StepCost:
 class DraftLength:
     """Chooses how many draft tokens a step carries: as many as give the most tokens a second.
 
-    A proposer whose time is more than its drafts save is not asked for some steps: for 1, then 3, 7, and at last `LONGEST_PAUSE`.
+    A proposer whose time is more than its drafts save is not asked for some steps: for 1, then 3, 7, and at last `LONGEST_PAUSE`, or so
+    many that asking takes the share `ASKING` of the time: text that can be guessed may come at any moment.
 
     Attributes:
         cost: of steps; the model runner observes it.
     """
 
     MARGIN = 1.02  # gains below this are noise
-    KEEP, LONGEST_PAUSE = 0.9, 64  # KEEP: as in `Acceptance`
+    KEEP, LONGEST_PAUSE, ASKING = 0.9, 64, 0.01  # KEEP: as in `Acceptance`
 
     def __init__(self) -> None:
         self.cost = StepCost()
@@ -157,15 +159,15 @@ class DraftLength:
         if rate[best] < self.MARGIN * rate[0]:
             best = 0
         plain = float(cost[0]) - seconds
-        self._account(float(gained[best]) / batch_size * plain - float(cost[best]), plain)
+        self._account(float(gained[best]) / batch_size * plain - float(cost[best]), plain, seconds)
         return np.bincount(of[order[:best]], minlength=len(lengths)).tolist()
 
-    def _account(self, saved: float, plain: float) -> None:
-        """Count the seconds that a step saves by its drafts, the proposer's time taken off. plain: seconds of a step without."""
+    def _account(self, saved: float, plain: float, seconds: float) -> None:
+        """Count the seconds that a step saves by its drafts, the proposer's `seconds` taken off. plain: seconds of a step without."""
         self._saved = self.KEEP * self._saved + (1 - self.KEEP) * saved
-        if self._saved < (1 - self.MARGIN) * plain:
-            self._pause = min(2 * self._pause + 1, self.LONGEST_PAUSE)
-            self._left, self._saved = self._pause, 0.0
+        if self._saved < (least := (1 - self.MARGIN) * plain):
+            self._pause = min(2 * self._pause + 1, self.LONGEST_PAUSE, math.ceil(seconds / (self.ASKING * plain)))
+            self._left, self._saved = self._pause, least  # the next answer decides
         elif saved > 0:
             self._pause = 0
 
@@ -227,10 +229,12 @@ class Drafter:
         self._drafts: dict[str, Draft] = {}
         self._step = 0
 
-    def propose(self, requests: Sequence[DraftRequest], batch_size: int) -> dict[str, list[int]]:
-        """Draft tokens by request. batch_size: requests that are expected in the next step."""
+    def propose(self, asked: Iterable[DraftRequest], batch_size: int) -> dict[str, list[int]]:
+        """Draft tokens by request. asked: only looked at if the proposer is. batch_size: requests that are expected in the next step."""
         self._drafts = {}
-        if self.problem is not None or not requests or not (self.length is None or self.length.asks(batch_size)):
+        if self.problem is not None or not (self.length is None or self.length.asks(batch_size)):
+            return {}
+        if not (requests := list(asked)):
             return {}
         view = DraftView(self._step, batch_size, {r.request_id: self.acceptance[r.request_id] for r in requests})
         self._step += 1

@@ -25,7 +25,6 @@ class WideAttentionSpec(SelfAttentionSpec):
     """Self-attention that reads an embedding and a state side by side, [T, 2 * hidden_size]."""
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
-        """See `MixerSpec`."""
         linears = super().linears(hidden_size)
         return linears | {"qkv": linears["qkv"]._replace(inputs=2 * hidden_size)}
 
@@ -55,7 +54,7 @@ class Eagle3Proposer(EagleProposer):
 
     Args:
         host: the target, and what it runs by. Its `taps` are set.
-        decoder: the layer, with its final norm, and without an embedding and an output layer of its own.
+        decoder: the layer, with its final norm, and without its own embedding and output layer.
         fuse: weight [H, taps * H] and bias [H] or None, from the streams to what the layer reads.
         taps: see `Decoder`.
         embedding: float [V, H]; None for the target's.

@@ -43,7 +43,7 @@ def take_if_there(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...],
 
 
 class MedusaProposer:
-    """Guesses each of the next tokens with a head of its own on the target's hidden state (Cai et al. 2024, arXiv 2401.10774).
+    """Guesses each of the next tokens with a separate head on the target's hidden state (Cai et al. 2024, arXiv 2401.10774).
 
     Args:
         target: gives the output layer to heads without one.
@@ -155,11 +155,11 @@ def load_medusa(host: DraftHost) -> MedusaProposer:
 
 
 class EagleProposer(DraftModelProposer):
-    """Guesses the target's next hidden states with a layer of its own (Li et al. 2024, arXiv 2401.15077), a chain of them.
+    """Guesses the target's next hidden states with a separate layer (Li et al. 2024, arXiv 2401.15077), a chain of them.
 
     Args:
         host: the target, and what it runs by.
-        decoder: the layer, which has no embedding, norms and output of its own.
+        decoder: the layer, without embedding, norms and output.
         fuse: weight [H, 2 H] and bias [H] or None, from embedding and state to what the layer reads.
         embedding: float [V, H]; None for the target's.
     """

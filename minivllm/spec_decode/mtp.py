@@ -18,7 +18,7 @@ class MTPProposer(EagleProposer):
 
     Args:
         host: the target, and what it runs by.
-        decoder: the layer, which has no embedding and output of its own.
+        decoder: the layer, without embedding and output.
         fuse: weight [H, 2 H], from normed embedding and state to what the layer reads.
         norms: of embeddings and of states.
     """

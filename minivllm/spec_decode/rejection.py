@@ -2,7 +2,7 @@
 
 # Generated from nbs/spec_decode/rejection.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minivllm.sampling.logprobs import Logprob
 from minivllm.sampling.random import uniforms
-from minivllm.sampling.sampler import Sampler
+from minivllm.sampling.sampler import PendingSample, Sampler, SamplerOutput
 from minivllm.sampling.state import Array, SamplingBatch
 from minivllm.sampling.transforms import draw
 
@@ -136,6 +136,12 @@ class RejectionSampler:
         Returns:
             What each request got, in order.
         """
+        return self.start(logits, batch, drafts, looks_back)()
+
+    def start(
+        self, logits: Tensor, batch: SamplingBatch, drafts: Sequence[Draft], looks_back: bool = False
+    ) -> Callable[[], list[Verified]]:
+        """As `verify`, whose result is what this returns called once: that waits for a GPU. Choices that look back are waited for here."""
         starts = np.cumsum([0, *(len(draft.token_ids) + 1 for draft in drafts)])
         if int(starts[-1]) != len(logits):
             raise ValueError(f"the drafts need {starts[-1]} rows of logits, got {len(logits)}")
@@ -144,21 +150,30 @@ class RejectionSampler:
             at = [(i, place) for i, draft in enumerate(drafts) for place in range(len(draft.token_ids) + 1)]
             rows = _rows_of(batch, drafts, at, said=False)
             self.sampler.share_preparation(batch, rows)
-            self._accept(logits, rows, at, results)
-            return results
+            drawn = self._choose(logits, rows)
+
+            def finish() -> list[Verified]:
+                self._accept(drawn.finish(), rows, at, results)
+                return results
+
+            return finish
         alive, place = list(range(len(results))), 0
         while alive:
             at = [(i, place) for i in alive]
             where = torch.from_numpy(starts[alive] + place).to(logits.device, non_blocking=True)
-            alive, place = self._accept(logits[where], _rows_of(batch, drafts, at, said=True), at, results), place + 1
-        return results
+            rows = _rows_of(batch, drafts, at, said=True)
+            alive, place = self._accept(self._choose(logits[where], rows).finish(), rows, at, results), place + 1
+        return lambda: results
+
+    def _choose(self, logits: Tensor, rows: DraftBatch) -> PendingSample:
+        """A token in every row."""
+        accept = partial(self._explained if self.explains else self._accept_rows, rows)
+        return self.sampler.start(logits, rows, accept=accept)
 
     def _accept(
-        self, logits: Tensor, rows: DraftBatch, at: Sequence[tuple[int, int]], results: Sequence[Verified]
+        self, drawn: SamplerOutput, rows: DraftBatch, at: Sequence[tuple[int, int]], results: Sequence[Verified]
     ) -> list[int]:
-        """Choose a token in every row, and give the requests those that count. Returns the requests that accepted the last of theirs."""
-        accept = partial(self._explained if self.explains else self._accept_rows, rows)
-        drawn = self.sampler.start(logits, rows, accept=accept).finish()
+        """Give the requests the tokens that count. Returns the requests that accepted the last of theirs."""
         going = {i for i, place in at if place == results[i].num_accepted}
         for row, ((i, place), token_id) in enumerate(zip(at, drawn.token_ids.tolist(), strict=True)):
             result, view = results[i], rows.requests[row]
@@ -216,11 +231,9 @@ class RejectionSampler:
         return token_ids.index_copy(0, where, choose_by_ratio(logits[where], q, x, *chances))
 
     def _by_chance(self, token_ids: Tensor, batch: DraftBatch, rate: float) -> Tensor:
-        """In rows with a draft token, this with a chance of `rate`, else any other."""
+        """In rows with a draft token, this with a chance of `rate`, else another: the next one of the vocabulary."""
         u = uniforms(batch.column("seed") ^ np.uint64(self.SYNTHETIC), batch.column("num_output_tokens"))
-        accepted = np.where(u < rate, batch.draft_ids, NO_DRAFT)
-        drafts, accepted = torch.from_numpy(np.stack([batch.draft_ids, accepted])).to(
-            token_ids.device, non_blocking=True
-        )
-        other = torch.where(token_ids == drafts, (token_ids + 1) % batch.vocab_size, token_ids)
-        return torch.where(accepted == NO_DRAFT, other, accepted)
+        forced = np.where(u < rate, batch.draft_ids, (batch.draft_ids + 1) % batch.vocab_size)
+        forced[batch.draft_ids == NO_DRAFT] = NO_DRAFT
+        there = torch.from_numpy(forced).to(token_ids.device, non_blocking=True)
+        return torch.where(there == NO_DRAFT, token_ids, there)

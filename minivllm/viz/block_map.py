@@ -14,30 +14,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.config import KV_CACHE_KINDS, KVCacheSpec
-from minivllm.core.events import EVENTS, SCHEMA, Event, FoldReader, State, read
+from minivllm.core.events import EVENTS, SCHEMA, Event, Fold, FoldReader, State, by_step, named, read
 from minivllm.core.trace import Trace
 from minivllm.viz.palette import LIGHT, owner_colour
 from minivllm.viz.payload import Payload
 from minivllm.viz.view import MADE_UP, TraceSource, TraceView, counted, most_eventful
 
 __all__ = [
-    "BlockMap", "block_states", "group_names", "media_blocks", "request_media", "request_numbers",
-    "request_tokens", "state_groups", "token_texts",
+    "BlockMap", "block_states", "fetched_blocks", "group_names", "media_blocks", "request_media",
+    "request_numbers", "request_tokens", "state_groups", "still_fetched", "token_texts",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 HASH_BYTES = 3  # of a content hash that travel, to be read by people
-STATUSES = ("WAITING", "RUNNING", "PREEMPTED", "SWAPPED")
+STATUSES = ("WAITING", "RUNNING", "PREEMPTED", "SWAPPED", "WAITING_FOR_REMOTE_KVS")
 MODES = ("recompute", "swap")
 _WIRED = (
     "add", "admit", "alloc", "hit", "cache", "uncache", "skip", "free", "evict", "preempt", "swap_out", "free_cpu",
-    "schedule", "rollback", "finish", "reset",
+    "schedule", "rollback", "finish", "reset", "kv_load", "kv_wait", "kv_arrive", "kv_keep", "kv_release",
 )  # fmt: skip
 _IN_PART = {
     "add": ("request",), "evict": ("block",), "finish": ("request", "reason"),
     "cache": ("request", "group", "positions"),  # with blocks and hashes
+    "kv_load": ("request", "group", "blocks"), "kv_wait": ("request",),
 }  # fmt: skip
 WIRE = {kind: _IN_PART.get(kind, SCHEMA[kind]) for kind in _WIRED}  # the events that travel, and their fields
 
@@ -67,6 +68,7 @@ class BlockStream(FoldReader):
             The request is -1 where that was before the trace.
         used: blocks in use after each step.
         touched: the blocks that were ever held or held content.
+        fetched: the blocks whose content a KV connector has brought, or is bringing, as far as the trace tells.
     """
 
     LEAST = 2048  # numbers of a chunk
@@ -86,8 +88,9 @@ class BlockStream(FoldReader):
         self.origins: list[list[int]] = []
         self.chunks: list[tuple[int, list[int]]] = []
         self.used: list[int] = []
+        self.fetched, self.num_fetched = set[int](), 0
         numbered: dict[str, Callable[[Any], int]] = {
-            "needed_by": self.requests, "mode": MODES.index, "chosen_by": self.strings, "reason": self.strings,
+            "needed_by": self.requests, "owner": self.requests, "mode": MODES.index, "chosen_by": self.strings, "reason": self.strings,
         }  # fmt: skip
 
         def coder(field: str) -> Callable[[Any], list[int]]:
@@ -126,6 +129,9 @@ class BlockStream(FoldReader):
             self._ops.append(_KIND[kind])
             for coder in coders:
                 self._ops += coder(fields)
+            if kind in ("alloc", "kv_load", "kv_arrive"):
+                self.num_fetched += len(fields.blocks) if kind == "kv_load" else 0
+                self.fetched = still_fetched(self.fetched, fields, self.fold.now, self.header.block_size)
         elif kind == "step" and self.step:  # what comes before the first step belongs to it
             self._start_step(self.step)
 
@@ -142,7 +148,7 @@ class BlockStream(FoldReader):
 
     def _keyframe(self) -> list[int]:
         """Length; names given so far; number of requests, then each one's number, status, computed tokens, block tables and swapped blocks; the
-        queues; the free list; for every block in the order of its first mention, what it holds: 0 or its name + 1, as differences (neighbours hold
+        queues; number of ended requests whose blocks are kept, then each one's number and blocks; fetched blocks; the free list; for every block in the order of its first mention, what it holds: 0 or its name + 1, as differences (neighbours hold
         neighbours).
         """
         state, mentioned = self.fold.now, dict.fromkeys([0])
@@ -153,8 +159,13 @@ class BlockStream(FoldReader):
                 numbers += _listed(table)
             for table in its.tables:
                 mentioned.update(dict.fromkeys(table))
-        for queue in (state.waiting, state.running):
+        for queue in (state.waiting, state.running, state.remote):
             numbers += _listed([self.requests(request) for request in queue])
+        numbers.append(len(state.kept))
+        for request, blocks in state.kept.items():
+            numbers += [self.requests(request), *_listed(blocks)]
+            mentioned.update(dict.fromkeys(blocks))
+        numbers += _listed(sorted(self.fetched))
         free = list(self.fold.free_blocks)
         held = [state.hashes[block] for block in dict.fromkeys([*mentioned, *free])][1:]
         numbers += _listed(free) + _listed([0 if name is None else self.names(name) + 1 for name in held])[1:]
@@ -233,6 +244,31 @@ class BlockStream(FoldReader):
 _KIND = {kind: number for number, kind in enumerate(SCHEMA)}
 
 
+def still_fetched(fetched: set[int], event: Any, before: State, block_size: int) -> set[int]:
+    """Which blocks hold what a KV connector has brought, or is bringing, after an event; the state is the one before."""
+    if event.kind == "kv_load":
+        return fetched | {*event.blocks}
+    if event.kind == "alloc":
+        return fetched - {*event.blocks}
+    if event.kind == "kv_arrive":  # what lies behind could not be brought
+        return fetched - {
+            b for t in before.requests[event.request].tables for b in t[event.num_computed // block_size :]
+        }
+    return fetched
+
+
+def fetched_blocks(trace: Trace, step: int) -> frozenset[int]:
+    """The blocks whose content a KV connector has brought, or is bringing, after a step."""
+    fold, found = Fold(trace.start), set[int]()
+    if any(event[0] == "kv_load" for event in trace.events):
+        for number, events in by_step(trace.events):
+            for event in events if number <= step % trace.num_steps else ():
+                if event[0] in ("alloc", "kv_load", "kv_arrive"):
+                    found = still_fetched(found, named(event), fold.now, trace.header.block_size)
+                fold.apply(event)
+    return frozenset(found)
+
+
 def request_tokens(trace: Trace) -> dict[str, list[int]]:
     """The known token ids of every request that was added while recording, prompt first. A later request of the same id replaces the first."""
     tokens: dict[str, list[int]] = {}
@@ -269,8 +305,8 @@ def token_texts(tokenizer: Any, token_ids: Iterable[int]) -> dict[int, str]:
 class BlockMap(TraceView):
     """Every physical block of the KV cache, step by step: who holds it, what it holds, and its history.
 
-    Colour says which request holds a block (the oldest one, if several do); shape says in which state it is; a missing corner, that tokens of a picture
-    or clip are in it. Click a block to pin it and read its
+    Colour says which request holds a block (the oldest one, if several do); shape says in which state it is; a missing lower corner, that tokens of a
+    picture or clip are in it; a missing upper corner, that its content came from elsewhere, by a KV connector. Click a block to pin it and read its
     history; choose a request to see its block table as arrows to the physical blocks. Blocks that the run never touched are folded into one line.
 
     Args:
@@ -313,7 +349,7 @@ class BlockMap(TraceView):
             groups=group_names(self.trace), states=sorted(state_groups(self.trace)), chunks=chunks, shown=payload.add_numbers(np.diff(self.shown, prepend=0)),
             words=payload.add_json({"requests": ids, "names": [self.names[id] for id in ids], "strings": list(stream.strings.of)}),
             origins=payload.add_numbers(stream.packed_origins()), hash_bytes=HASH_BYTES, hashes=payload.add_bytes(short),
-            tokens=self._add_tokens(payload, ids), media=self._add_media(payload, ids),
+            tokens=self._add_tokens(payload, ids), media=self._add_media(payload, ids), fetched=stream.num_fetched,
         )  # fmt: skip
         return payload
 
@@ -350,6 +386,8 @@ class BlockMap(TraceView):
         end = f"At the last step {used[-1]:,} are in use, {shared:,} of them shared; {fold.num_cached_free:,} free ones hold cached tokens."
         kinds = Counter(event[0] for event in self.trace.events)
         what = f"{kinds['evict']:,} evictions, {kinds['preempt']:,} preemptions in {self.trace.num_steps:,} steps."
+        if stream.num_fetched:
+            what += f" {counted(stream.num_fetched, 'block')} came from elsewhere, {len(stream.fetched):,} of them are there at the end."
         return f"{most}\n{end}\n{what}"
 
     def plot(self, ax: Axes | None = None, step: int | None = None) -> Axes:
@@ -364,8 +402,8 @@ class BlockMap(TraceView):
     def draw(self, axes: Axes) -> None:
         step = most_eventful(self.trace) if self._step is None else self._step
         state, count = self.trace.at(step), self.trace.num_steps
-        media = media_blocks(self.trace, state)
-        draw_blocks(axes, state, request_numbers(self.trace), self.shown, state_groups(self.trace), media)
+        media, fetched = media_blocks(self.trace, state), fetched_blocks(self.trace, step)
+        draw_blocks(axes, state, request_numbers(self.trace), self.shown, state_groups(self.trace), media, fetched)
         folded = len(state.ref_cnt) - len(self.shown)
         rest = f" ({counted(folded, 'block')} that this run never touched left out)" if folded else ""
         axes.set_title(f"KV cache blocks after step {step % count} of {count - 1}{rest}", loc="left", fontsize=10)
@@ -403,7 +441,7 @@ def request_numbers(trace: Trace) -> dict[str, int]:
 def block_states(
     state: State, numbers: dict[str, int], states: frozenset[int] = frozenset()
 ) -> list[tuple[str, int | None]]:
-    """For every physical block how it is drawn and the number of its oldest holder: ("used" | "state" | "shared", n), ("cached", None), ("free", None), ("null", None).
+    """For every physical block how it is drawn and the number of its oldest holder, which may have ended: ("used" | "state" | "shared", n), ("cached", None), ("free", None), ("null", None).
 
     states: KV cache groups whose blocks hold states.
     """
@@ -414,6 +452,8 @@ def block_states(
             holds_state.update(table if group in states else ())
             for block in table:
                 owner[block] = min(numbers[request], owner.get(block, numbers[request]))
+    for request, blocks in state.kept.items():
+        owner |= {block: min(numbers[request], owner.get(block, numbers[request])) for block in blocks}
     drawn: list[tuple[str, int | None]] = [("null", None)]
     for block in range(1, len(state.ref_cnt)):
         count = state.ref_cnt[block]
@@ -441,6 +481,7 @@ def _grid(count: int) -> tuple[int, int]:
     return columns, math.ceil(count / columns)
 
 
+_CORNER = [(-1, 1), (0, 1), (-1, 0)]  # the upper left one, as a marker
 _MARKS = {
     "used": ("in use, by request", "s", 1.0),
     "shared": ("shared", "s", 1.0),
@@ -448,6 +489,7 @@ _MARKS = {
     "free": ("free", "o", 0.25),
     "null": ("null block", "x", 0.7),
     "state": ("a state, overwritten by every step", "o", 1.0),
+    "fetched": ("came from elsewhere", "s", 1.0),
 }
 
 
@@ -455,10 +497,11 @@ def draw_blocks(
     axes: Axes, state: State, numbers: dict[str, int], shown: Sequence[int] | None = None,
     states: frozenset[int] = frozenset(),
     media: frozenset[int] = frozenset(),
+    fetched: frozenset[int] = frozenset(),
 ) -> None:  # fmt: skip
     """Draw a state's blocks as a grid: filled squares are in use, those with a hole are shared, outlines are cached, dots are free, a cross
     is the null block. `shown`: only these blocks. `states`: KV cache groups whose blocks hold states, drawn as discs. `media`: blocks
-    with tokens of pictures and the like, drawn with a missing corner.
+    with tokens of pictures and the like, drawn with a missing lower corner. `fetched`: blocks that came from elsewhere: a missing upper corner.
     """
     drawn = block_states(state, numbers, states)
     blocks = range(len(drawn)) if shown is None else shown
@@ -477,12 +520,15 @@ def draw_blocks(
     if marked := [i for i, block in enumerate(blocks) if block in media]:
         at = [i % columns + 0.28 for i in marked], [i // columns + 0.28 for i in marked]
         axes.scatter(*at, s=(side * 0.34) ** 2, marker="s", c=LIGHT["panel"], linewidths=0, label="media")
+    if marked := [i for i, block in enumerate(blocks) if block in fetched and drawn[block][0] != "free"]:
+        at = [i % columns for i in marked], [i // columns for i in marked]
+        axes.scatter(*at, s=(side * 1.05) ** 2, marker=_CORNER, c=LIGHT["panel"], linewidths=0, label="fetched")
     axes.set(xlim=(-0.7, columns - 0.3), ylim=(rows - 0.3, -0.7), aspect="equal", xticks=[])
     every = max(1, math.ceil(rows / 8))
     axes.set_yticks(range(0, rows, every), [str(blocks[row * columns]) for row in range(0, rows, every)])
     axes.tick_params(length=0, labelsize=8, colors=LIGHT["muted"])
     axes.spines[:].set_visible(False)
-    _add_legend(axes, [kind for kind in _MARKS if kind != "state" or states])
+    _add_legend(axes, [kind for kind in _MARKS if (kind != "state" or states) and (kind != "fetched" or fetched)])
 
 
 def _add_legend(axes: Axes, kinds: list[str]) -> None:
@@ -492,12 +538,13 @@ def _add_legend(axes: Axes, kinds: list[str]) -> None:
     handles = []
     for kind in kinds:
         _, marker, size = _MARKS[kind]
-        colour = LIGHT["owner-0" if kind in ("used", "shared", "state") else kind]
+        colour = LIGHT["owner-0" if kind in ("used", "shared", "state", "fetched") else kind]
         edge = 1.0 if kind in ("cached", "null") else 0.0
         face = "none" if kind == "cached" else colour
         mark = Line2D([], [], ls="", marker=marker, ms=7 * size, mfc=face, mec=colour, mew=edge)
         hole = Line2D([], [], ls="", marker="s", ms=2.5, mfc=LIGHT["panel"], mew=0)
-        handles.append((mark, hole) if kind == "shared" else (mark,))
+        corner = Line2D([], [], ls="", marker=_CORNER, ms=7.5, mfc=LIGHT["panel"], mew=0)
+        handles.append((mark, hole) if kind == "shared" else (mark, corner) if kind == "fetched" else (mark,))
     axes.legend(
         handles, [_MARKS[kind][0] for kind in kinds], handler_map={tuple: HandlerTuple(ndivide=1)}, loc="upper left",
         bbox_to_anchor=(0, -0.01), ncols=5, frameon=False, fontsize=8, handletextpad=0.2, columnspacing=1.2, borderpad=0,

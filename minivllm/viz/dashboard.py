@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Dashboard(View):
     """An engine, live: requests running and waiting, tokens a second, step time, KV blocks in use, prefix cache hits.
 
-    ``engine``: an `LLM`, `LLMEngine` or `AsyncLLM`, stepped in any thread. It is looked at from a thread of its own, never inside a
+    ``engine``: an `LLM`, `LLMEngine` or `AsyncLLM`, stepped in any thread. It is looked at from a separate thread, never inside a
     step, from the first display (or `start`, or `with`) until `stop` or until the engine is closed. ``rate``: looks a second. ``keep``:
     samples that are remembered. ``source``: for a page that a server shows, the path where it asks for `new_samples`.
 

@@ -81,7 +81,7 @@ class _Window:
 
 
 class EngineMonitor:
-    """Looks at an engine many times a second, in a thread of its own and never inside a step.
+    """Looks at an engine many times a second, in a separate thread and never inside a step.
 
     ``engine``: an `LLM`, `LLMEngine` or `AsyncLLM`; it may be stepped in any thread. ``rate``: looks a second.
     ``keep``: how many samples are remembered. ``on_sample``: called in the monitor's thread with each new sample,

@@ -168,7 +168,7 @@ class TreeReader(FoldReader):
         return self._add(group, name, parent, position, self._tokens(text, position))
 
     def _parent_name(self, text: _Text, group: int, position: int, name: bytes) -> bytes | None:
-        """The name of the block before. A block whose content was cached already has no event of its own; its name follows from its tokens."""
+        """The name of the block before. A block whose content was cached already has no separate event; its name follows from its tokens."""
         names = text.names[group]
         if position - 1 in names:
             return names[position - 1]

@@ -13,7 +13,7 @@ from minivllm.viz.block_map import MODES, STATUSES, WIRE
 from minivllm.viz.view import MADE_UP
 
 _NUMBERS = {
-    "timeline_data": ("WAITING", "PREEMPTED", "SWAPPED", "STALLED", "PREFILL", "DECODE"),
+    "timeline_data": ("WAITING", "PREEMPTED", "SWAPPED", "REMOTE", "STALLED", "PREFILL", "DECODE"),
     "prefix_data": ("CACHED", "HIT", "EVICTED", "FORGOTTEN"),
 }
 

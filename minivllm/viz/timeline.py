@@ -11,7 +11,7 @@ import numpy as np
 
 from minivllm.viz.palette import DECODE_TINT, LIGHT, NUM_OWNER_COLOURS, owner_colour, tint
 from minivllm.viz.payload import Payload
-from minivllm.viz.timeline_data import FINISHES, PREFILL, SWAPPED, TimelineData, TimelineReader
+from minivllm.viz.timeline_data import FINISHES, PREFILL, REMOTE, TimelineData, TimelineReader
 from minivllm.viz.view import TraceView, counted, legend_above
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def describe_lanes(d: TimelineData) -> str:
     if len(d.loras):
         slots = counted(len(np.unique(d.loras[:, 0])), "slot")
         text += f"{counted(len(d.loras), 'load')} of {counted(len(d.adapters), 'adapter')} into {slots}. "
-    waited = np.bincount(d.request, weights=np.where(d.kind <= SWAPPED, d.end - d.start, 0), minlength=n)
+    waited = np.bincount(d.request, weights=np.where(d.kind <= REMOTE, d.end - d.start, 0), minlength=n)
     if n and waited.max() > 0:
         longest = d.request_ids[int(np.argmax(waited))]
         text += f"{d.names.get(longest, longest)} waited longest, {counted(int(waited.max()), 'step')}. "
@@ -137,7 +137,7 @@ def _seconds(seconds: float) -> str:
 # are told apart without hue too.
 _STYLE: tuple[tuple[str, float, float, str | None], ...] = (
     ("waiting", 0.12, 0.0, None), ("preempted", 0.7, 1.0, "/////"), ("swapped out", 0.7, 1.0, "----"),
-    ("running, no tokens", 0.42, 1.0, ""), ("prefill chunk", 0.86, 1.0, None), ("decode", 0.42, DECODE_TINT, None),
+    ("blocks on their way", 0.7, 1.0, "..."), ("running, no tokens", 0.42, 1.0, ""), ("prefill chunk", 0.86, 1.0, None), ("decode", 0.42, DECODE_TINT, None),
 )  # fmt: skip
 _MARKS = {"stop": "o", "length": "s", "abort": "x", "error": "^"}
 

@@ -14,8 +14,8 @@ from minivllm.core.events import FoldReader
 from minivllm.core.trace import REASONS
 from minivllm.viz.payload import Ints, as_rows
 
-KINDS = ("waiting", "preempted", "swapped", "stalled", "prefill", "decode")
-WAITING, PREEMPTED, SWAPPED, STALLED, PREFILL, DECODE = range(len(KINDS))
+KINDS = ("waiting", "preempted", "swapped", "remote", "stalled", "prefill", "decode")
+WAITING, PREEMPTED, SWAPPED, REMOTE, STALLED, PREFILL, DECODE = range(len(KINDS))
 FINISHES = ("unfinished", "stop", "length", "abort", "error")
 _TEXTS = {"": "", "arrived": "arrived during this step", **REASONS}
 
@@ -119,7 +119,8 @@ class TimelineReader(FoldReader):
         self._cuts: dict[str, tuple[int, int]] = {}
         self._head: _Life | None = None
         for name, s in self.fold.now.requests.items():
-            kind = {"RUNNING": None, "PREEMPTED": PREEMPTED, "SWAPPED": SWAPPED}.get(s.status, WAITING)
+            known = {"RUNNING": None, "PREEMPTED": PREEMPTED, "SWAPPED": SWAPPED, "WAITING_FOR_REMOTE_KVS": REMOTE}
+            kind = known.get(s.status, WAITING)
             self._open(name, s.num_prompt_tokens, s.num_tokens - s.num_prompt_tokens, kind)
 
     def _code(self, reason: str) -> int:
@@ -156,7 +157,7 @@ class TimelineReader(FoldReader):
         now = self.fold.now
         if not self._scheduled:
             self._stall({})
-        self.steps[-1][2:] = len(now.running), len(now.waiting)
+        self.steps[-1][2:] = len(now.running), len(now.waiting) + len(now.remote)
         self._cuts.clear()
         self._encoded.clear()
 
@@ -219,7 +220,7 @@ class TimelineReader(FoldReader):
     def _on_wait(self, request: str, reason: str) -> None:
         life, code = self.lives[request], self._code(reason)
         before, self._head = self._head, life
-        if before is not None and before is not life and before.kind in (WAITING, PREEMPTED, SWAPPED):
+        if before is not None and before is not life and before.kind in (WAITING, PREEMPTED, SWAPPED, REMOTE):
             self._turn(before, before.kind, self.step)
         if life.reason != code:
             self._turn(life, life.kind, self.step, reason=code)
@@ -232,6 +233,9 @@ class TimelineReader(FoldReader):
         life = self.lives[request]
         self._turn(life, None, self.step)
         self.admissions.append((self.step, life.number, num_computed, num_cached))
+
+    def _on_kv_wait(self, request: str, num_external: int) -> None:
+        self._turn(self.lives[request], REMOTE, self.step, num_external, reason=self._code("remote_kv"))
 
     def _on_preempt(self, request: str, mode: str, needed_by: str, chosen_by: str) -> None:
         life = self.lives[request]

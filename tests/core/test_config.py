@@ -41,6 +41,7 @@ def test_steps_overlap_on_a_gpu_unless_asked_otherwise():
     assert [config(m, async_scheduling=a).async_scheduling for m in (CPU, gpu) for a in (None, True, False)] == [
         False, True, False, True, True, False,
     ]  # fmt: skip
+    assert config(gpu, speculative_config={"method": "ngram", "num_speculative_tokens": 4}).async_scheduling
 
 
 @pytest.mark.parametrize(

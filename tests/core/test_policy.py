@@ -291,7 +291,7 @@ def users(arrivals, seed=0):
 
 
 def service(run):
-    """After each step: the time, and what each user has got by the paper's measure; and until when somebody of each user waited."""
+    """After each step: the time, and what each user has got by the paper's measure; and until when a request of each user waited."""
     got, length, user_of, waits, rows = defaultdict(float), {}, {}, defaultdict(set), []
     for event in run.trace.events:
         if event[0] == "add":
@@ -346,7 +346,7 @@ def test_a_newcomer_starves_nobody():
 
 
 def test_one_who_sends_little_is_served_at_once():
-    """A user below the fair share waits for nobody's backlog."""
+    """A user below the fair share waits for no other user's backlog."""
     run = run_of(FairShare(), {"flood": (500, 0.0), "small": (3, 5.0)})
     waits = run.requests.groupby("user").ttft
     assert waits.get_group("small").max() < 2.0 and waits.get_group("flood").median() > 10.0

@@ -367,7 +367,7 @@ def test_the_oldest_is_overtaken_at_most_so_often():
 
 
 def test_served_tokens_are_those_that_were_computed_and_sampled():
-    """Also under preemption, prefix hits and swapping, and whoever looks: counted here one by one."""
+    """Also under preemption, prefix hits and swapping, and for every view: counted here one by one."""
 
     class Looks(FCFS):
         def order(self, waiting, view):
@@ -433,7 +433,7 @@ def test_a_request_is_denied_tokens_at_most_so_often():
 
 
 def test_the_whole_prompt_in_the_cache_leaves_one_block_to_compute():
-    """Somebody must produce the logits of the last token, so its block is computed again."""
+    """A step must produce the logits of the last token, so its block is computed again."""
     s = make()
     s.add_request(Request("first", list(range(8)), max_tokens=1))
     step(s)
@@ -556,7 +556,7 @@ def test_a_policy_class_instead_of_an_instance():
 
 
 def test_tokens_are_the_same_under_every_policy():
-    """The fake model's token depends on the request's tokens alone, so this holds if nobody's tokens are mixed up."""
+    """The fake model's token depends on the request's tokens alone, so this holds if no request's tokens are mixed up."""
     rng = random.Random(0)
     prompts = [[rng.randrange(3) for _ in range(rng.randrange(1, 20))] for _ in range(20)]
     results = []

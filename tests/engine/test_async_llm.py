@@ -1,4 +1,4 @@
-"""Many callers and one engine: each gets its own tokens, nobody is left waiting, nothing leaks."""
+"""Many callers and one engine: each gets its own tokens, none is left waiting, nothing leaks."""
 
 import asyncio
 import threading
@@ -238,7 +238,7 @@ def test_a_policy_that_raises_costs_no_request(make: Callable[[], AsyncLLM], cap
 
 
 def test_a_prompt_that_never_fits_fails_alone_when_its_grammar_is_ready(args: EngineArgs):
-    """The scheduler sees it only then; whoever runs meanwhile goes on."""
+    """The scheduler sees it only then; requests that run meanwhile go on."""
     engine = LLMEngine.from_engine_args(args)
     engine.add_request("fits", [64], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     wish = SamplingParams(structured_outputs={"regex": "[a-z]{5}"})

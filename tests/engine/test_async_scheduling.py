@@ -67,7 +67,7 @@ def nothing_is_left(llm):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_aborted_at_any_moment(path, way):
-    """A request that was aborted has said a beginning of its answer; its id serves another at once; nobody else notices."""
+    """A request that was aborted has said a beginning of its answer; its id serves another at once; no other request notices."""
     prompts, params = workload(5)
     params = [p.clone(n=1, stop=None, output_kind=RequestOutputKind.CUMULATIVE) for p in params]
     with load(path, **CROWDED) as waiting:

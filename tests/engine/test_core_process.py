@@ -1,4 +1,4 @@
-"""An engine in a process of its own: what crosses, and what happens when one side ends."""
+"""An engine in a separate process: what crosses, and what happens when one side ends."""
 
 import asyncio
 import signal

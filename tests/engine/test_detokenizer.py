@@ -1,5 +1,6 @@
 """Streamed text equals the one-shot decode: random tokens, tricky strings, several kinds of tokenizers."""
 
+import functools
 import random
 from typing import Any
 
@@ -77,14 +78,17 @@ def wordpiece() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]")
 
 
+published = functools.cache(get_tokenizer)  # Gemma's takes seconds
+
+
 @pytest.fixture(scope="module")
-def smollm2(smollm2_path):
-    return get_tokenizer(smollm2_path)
+def smollm2():
+    return published("smollm2")
 
 
 @pytest.fixture(scope="module", params=["smollm2", "gemma3-270m"])
 def real(request):
-    return get_tokenizer(request.param)
+    return published(request.param)
 
 
 @pytest.fixture(scope="module", params=["byte_level", "sentencepiece_like", "wordpiece", "byt5"])
@@ -208,7 +212,7 @@ def test_a_stream_goes_on_exactly_where_the_text_of_the_prompt_ends(real, skip_s
 @pytest.mark.parametrize("model", ["smollm2", "gemma3-270m"])
 @pytest.mark.parametrize("known", range(1, 4))
 def test_a_character_that_the_prompt_begins_is_not_lost(model, known):
-    tokenizer = get_tokenizer(model)
+    tokenizer = published(model)
     ids = tokenizer("Sign: 🫖\nnext line", add_special_tokens=False).input_ids
     cut = next(i for i in range(len(ids)) if "\ufffd" in tokenizer.decode(ids[: i + 1])) + known
     factory = DetokenizerFactory(tokenizer)
@@ -216,7 +220,7 @@ def test_a_character_that_the_prompt_begins_is_not_lost(model, known):
 
 
 def test_every_special_token_is_skipped_and_ends_no_run_of_bytes():
-    gemma = get_tokenizer("gemma3-270m")
+    gemma = published("gemma3-270m")
     ids = gemma.convert_tokens_to_ids(["<0x41>", "<end_of_turn>", "<0xE2>"])
     assert streamed(DetokenizerFactory(gemma)(), ids) == gemma.decode(ids, skip_special_tokens=True) == "\ufffd" * 2
     outside = [ids[0], len(gemma) + 2, ids[2]]  # the model has more rows than the tokenizer has tokens

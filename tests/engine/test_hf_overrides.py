@@ -1,4 +1,4 @@
-"""A config field that nobody knows is refused, unless the user says what to do with it."""
+"""An unknown config field is refused, unless the user says what to do with it."""
 
 import json
 import shutil

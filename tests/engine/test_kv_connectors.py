@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,9 @@ def check_at_rest(llm: LLM) -> None:
     """No block is held, and no request is known."""
     scheduler = llm.llm_engine.core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    assert pool.num_free == pool.num_blocks and not scheduler.requests and not scheduler.connector._admitted
+    connector = scheduler.connector
+    assert pool.num_free == pool.num_blocks and not scheduler.requests and not connector._admitted
+    assert not any((scheduler.remote, scheduler._receiving, scheduler._kept, connector._loading))
 
 
 def total(trace, kind: str) -> int:
@@ -206,6 +209,7 @@ def test_what_is_kept():
         ({"kv_connector": "OffloadingConnector", "kv_role": "both"}, "kv_role must be one of"),
         ({"kv_connector": "OffloadingConnector", "kv_load_failure_policy": "fail"}, "kv_load_failure_policy must be"),
         (transfer("OffloadingConnector"), "must have 'num_cpu_blocks'"),
+        (transfer("OffloadingConnector", num_cpu_blocks=2, load_async=1), "load_async must be true or false, got 1"),
         (transfer("OffloadingConnector", num_cpu_blocks=0), "must be at least 1, got 0"),
         (transfer("OffloadingConnector", num_cpu_blocks=2, eviction_policy="fifo"), "must be one of lru, arc"),
         (transfer("OffloadingConnector", num_cpu_blocks=2, block_size=2), "'block_size' is unknown"),
@@ -286,6 +290,104 @@ def test_blocks_that_are_gone_from_the_other_memory_are_computed(tiny_model_path
     else:
         assert len(files) > 3 and metrics["num_kv_load_failures"] > 0
     check_at_rest(second)
+
+
+EXTRA = {
+    "OffloadingConnector": {"num_cpu_blocks": 60},
+    "SharedStorageConnector": {"shared_storage_path": "kv"},
+    "PeerMemoryConnector": {"shared_storage_path": "kv", "num_blocks": 60},
+}
+
+
+@pytest.mark.parametrize(("name", "overlap"), [*((name, False) for name in EXTRA), ("SharedStorageConnector", True)])
+def test_blocks_come_beside_the_steps(tiny_model_path, want, tmp_path, monkeypatch, name, overlap):
+    monkeypatch.chdir(tmp_path)
+    config = transfer(name, load_async=True, **EXTRA[name])
+    llm = LLM(str(tiny_model_path("llama")), **SMALL, async_scheduling=overlap, kv_transfer_config=config)
+    with llm.llm_engine.record() as trace:
+        for _ in range(3):
+            assert tokens(llm) == want["llama"]
+    trace.check()
+    metrics, waits = llm.llm_engine.get_metrics(), [event for event in trace if event.kind == "kv_wait"]
+    assert metrics["external_prefix_cache_hits"] == 16 * total(trace, "kv_load") > 0
+    assert sum(event.num_external for event in waits) == metrics["external_prefix_cache_hits"]
+    assert len(waits) == total(trace, "kv_arrive") and metrics["num_kv_load_failures"] == 0
+    check_at_rest(llm)
+
+
+def slow_consumer(path: str, folder, monkeypatch) -> tuple[LLM, threading.Event]:
+    """An engine that reads files of another beside its steps, but not before it is let."""
+    let, fetch = threading.Event(), SharedStorageWorker.fetch
+    monkeypatch.setattr(SharedStorageWorker, "fetch", lambda *args: let.wait(60) and fetch(*args))
+    tokens(shared(path, folder, "kv_producer"), PROMPTS[:1])
+    config = transfer("SharedStorageConnector", "kv_consumer", shared_storage_path=str(folder), load_async=True)
+    return LLM(path, **SIZES, kv_transfer_config=config), let
+
+
+def test_others_run_while_a_request_waits_for_its_blocks(tiny_model_path, want, tmp_path, monkeypatch):
+    llm, let = slow_consumer(str(tiny_model_path("llama")), tmp_path, monkeypatch)
+    engine, scheduler = llm.llm_engine, llm.llm_engine.core.scheduler
+    with engine.record() as trace:
+        for i, prompt in enumerate(PROMPTS[:2]):
+            engine.add_request(str(i), prompt, GREEDY)
+        done = []
+        while not done:
+            done = [out for out in engine.step() if out.finished]
+        assert [out.request_id for out in done] == ["1"] and list(scheduler.remote) == ["0"]
+        assert engine.get_metrics()["num_requests_waiting"] == 1
+        let.set()
+        while engine.has_unfinished_requests():
+            done += [out for out in engine.step() if out.finished]
+    trace.check()
+    assert [list(out.outputs[0].token_ids) for out in reversed(done)] == want["llama"][:2]
+    assert any(line.endswith("being fetched from elsewhere (48 tokens)") for line in trace.why("0")), trace.why("0")
+    check_at_rest(llm)
+
+
+def test_an_abort_while_blocks_come_leaks_nothing(tiny_model_path, want, tmp_path, monkeypatch):
+    llm, let = slow_consumer(str(tiny_model_path("llama")), tmp_path, monkeypatch)
+    engine, pool = llm.llm_engine, llm.llm_engine.core.scheduler.kv_cache_manager.block_pool
+    with engine.record() as trace:
+        engine.add_request("0", PROMPTS[0], GREEDY)
+        engine.step()
+        engine.abort_request(["0"])
+        for _ in range(3):
+            engine.step()
+        assert pool.num_free < pool.num_blocks  # they may be written yet
+        let.set()
+        while engine.core.has_requests():
+            engine.step()
+    trace.check()
+    check_at_rest(llm)
+    assert tokens(llm, PROMPTS[:1]) == want["llama"][:1]
+
+
+@pytest.mark.parametrize("fault", ["raises", "files gone", "file torn"])
+def test_a_transfer_that_breaks_off_costs_only_work(tiny_model_path, want, tmp_path, monkeypatch, fault):
+    """What came before the first bad block is used, and the request goes on from there."""
+    llm, let = slow_consumer(str(tiny_model_path("llama")), tmp_path, monkeypatch)
+    engine = llm.llm_engine
+    with engine.record() as trace:
+        engine.add_request("0", PROMPTS[0], GREEDY)
+        engine.step()
+        files = sorted(tmp_path.glob("*/*.0"), key=lambda path: path.stat().st_mtime_ns)
+        if fault == "raises":
+            monkeypatch.setattr(SharedStorageWorker, "_read", lambda *_: 1 / 0)
+        else:
+            for file in files[2:]:
+                file.unlink() if fault == "files gone" else file.write_bytes(file.read_bytes()[:-5])
+        let.set()
+        done = []
+        while engine.has_unfinished_requests():
+            done += [out for out in engine.step() if out.finished]
+    trace.check()
+    assert [list(out.outputs[0].token_ids) for out in done] == want["llama"][:1]
+    assert engine.get_metrics()["num_kv_load_failures"] == 1
+    kept = [event.num_computed for event in trace if event.kind == "kv_arrive"]
+    assert kept == ([] if fault == "raises" else [32])
+    lost = [event.chosen_by for event in trace if event.kind == "preempt"]
+    assert lost == (["kv_load_failure"] if fault == "raises" else [])
+    check_at_rest(llm)
 
 
 def test_a_producer_says_how_many_blocks_it_keeps(tiny_model_path, tmp_path):

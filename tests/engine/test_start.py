@@ -1,4 +1,4 @@
-"""What a process loads between its start and its first token. Seconds of start are modules that nobody needs."""
+"""What a process loads between its start and its first token. Seconds of start are modules that are not needed."""
 
 import subprocess
 import sys

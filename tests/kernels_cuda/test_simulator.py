@@ -1,4 +1,4 @@
-"""Run the kernels in numba's CUDA simulator: each file in a process of its own, because numba decides at import."""
+"""Run the kernels in numba's CUDA simulator: each file in a separate process, because numba decides at import."""
 
 import os
 import subprocess

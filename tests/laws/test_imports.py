@@ -33,7 +33,7 @@ DOWNHILL: dict[str, set[str]] = {
 }
 TOP = {"__init__", "cli", "commands", "demo"}  # these may import every part
 TORCH_FREE = {"core", "lab", "book", "literate", "minivllm_kernels"}
-KERNEL_DOORS = {  # of attention, models and lora: an AttentionBackend, a LayerOps, a LinearMethod, and nobody else
+KERNEL_DOORS = {  # of attention, models and lora: an AttentionBackend, a LayerOps and a LinearMethod alone
     *("minivllm.attention.numba_cpu", "minivllm.attention.numba_cuda"),
     *("minivllm.models.ops.numba_cpu", "minivllm.models.ops.states_cpu", "minivllm.models.ops.captured"),
     *("minivllm.models.linear.cpu", "minivllm.models.linear.quantized", "minivllm.models.linear.cuda"),

@@ -142,7 +142,7 @@ def test_without_git_and_record_neither_side_is_trusted(repo, fails, git):
 
 def test_a_committed_difference_is_refused_both_ways(repo, run, fails, git):
     repo.edit(MODULE, "return 1", "return 9")
-    git("commit", "-q", "-a", "-m", "an edit that nobody carried back")
+    git("commit", "-q", "-a", "-m", "an edit that was not carried back")
     (repo.root / sync.RECORD).unlink()
     for command in ("check", "export", "write-back"):
         assert "both are as in git's HEAD, where they differ" in fails(command)

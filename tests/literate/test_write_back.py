@@ -377,7 +377,7 @@ def unchanged(repo, fails, message: str) -> None:
         (
             "        self.size = value\n",
             "        self.size = value\n\n    color = 1\n",
-            "only methods can stand below a method that has a cell of its own (#half)",
+            "only methods can stand below a method that has its own cell (#half)",
         ),
         ("return 2", "return 2; x = 3; @", "minivllm/pool.py line "),
     ],

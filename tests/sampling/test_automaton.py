@@ -2,15 +2,33 @@
 
 import random
 import re
+from typing import Any
 
 import numpy as np
 import pytest
+from chapter import chapter_cells
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling_wishes import random_regex
 
-from minivllm.sampling.automaton import NOTHING, RegexMatcher, TokenTrie, derivative, matches, nullable, parse
-
+chapter = chapter_cells(
+    "sampling/automaton",
+    "code-5e575e",
+    "one_of",
+    "then",
+    "nullable",
+    "_Reader",
+    "_Reader-alternatives",
+    "_Reader-sequence",
+    "_Reader-repeated",
+    "_Reader-bounds",
+    "_Reader-atom",
+    "parse",
+    "TokenTrie",
+    "RegexMatcher",
+)
+NOTHING, RegexMatcher, TokenTrie = chapter.NOTHING, chapter.RegexMatcher, chapter.TokenTrie
+derivative, matches, nullable, parse = chapter.derivative, chapter.matches, chapter.nullable, chapter.parse
 TEXTS = [
     "",
     None,
@@ -70,7 +88,7 @@ def test_what_it_cannot_read_is_an_error(pattern: str) -> None:
         parse(pattern)
 
 
-def allowed(matcher: RegexMatcher) -> list[int]:
+def allowed(matcher: Any) -> list[int]:
     row = np.zeros(1, np.int32)
     matcher.fill(row)
     return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()

@@ -1,4 +1,4 @@
-"""Structured output: what is finished is valid, what does not compile fails alone, nobody waits."""
+"""Structured output: what is finished is valid, what does not compile fails alone, no request waits for it."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Bad input is a clear and bounded answer in OpenAI's shape, and costs nobody else anything."""
+"""Bad input is a clear and bounded answer in OpenAI's shape, and costs no other request anything."""
 
 import json
 

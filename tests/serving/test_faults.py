@@ -1,4 +1,4 @@
-"""What goes wrong is clear and bounded: a program of its own, with its engine in a process of its own."""
+"""What goes wrong is clear and bounded: a program of its own, with its engine in a separate process."""
 
 import asyncio
 import json
@@ -90,7 +90,7 @@ def until(true: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def open_stream(url: str, body: dict[str, Any]) -> socket.socket:
-    """A request whose answer nobody reads yet."""
+    """A request whose answer is not read yet."""
     host, port = url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     sock = socket.socket()
@@ -248,7 +248,7 @@ def test_a_huge_body_is_not_taken_in(tiny_args: EngineArgs):
 
 @pytest.mark.slow
 def test_who_does_not_read_stalls_nobody(tiny_args: EngineArgs):
-    """Forty streams that nobody reads; the others are as quick as ever, and after the time limit all is free."""
+    """Forty streams that are not read; the others are as quick as ever, and after the time limit all is free."""
     with live_server(tiny_args, ServerOptions(stall_timeout=1.0)) as server:
         body = {**LONG, "n": 4, "temperature": 1, "logprobs": 5, "max_tokens": 200}
         silent = [open_stream(server.url, body) for _ in range(40)]
@@ -266,7 +266,7 @@ def test_ten_thousand_requests(tiny_args: EngineArgs):
     """Sixteen run, a hundred wait, the rest is told to come back; memory stays where it was."""
 
     async def flood(url: str, count: int) -> Counter[int]:
-        """Statuses of so many requests, four hundred at a time."""
+        """Statuses of this many requests, four hundred at a time."""
         statuses: Counter[int] = Counter()
         numbers = iter(range(count))
 

@@ -1,8 +1,10 @@
 """The official client cannot tell the server from OpenAI's, over a real socket."""
 
 import asyncio
+import functools
 import random
 import re
+from typing import Any
 
 import openai
 import pytest
@@ -254,14 +256,21 @@ def test_smollm2_writes_json_that_fits(smol: LiveServer):
     assert text.lstrip().startswith("{")
 
 
+@functools.cache
+def published(model: str) -> Any:
+    """A published tokenizer: Gemma's takes seconds."""
+    from minivllm.models.tokenizer import get_tokenizer
+
+    return get_tokenizer(model)
+
+
 @pytest.mark.parametrize("model", ["smollm2", "gemma3-270m"])
 def test_the_offsets_of_an_echoed_prompt_are_those_of_its_characters(model: str):
     from minivllm.engine.detokenizer import DetokenizerFactory
     from minivllm.engine.outputs import RequestOutput
-    from minivllm.models.tokenizer import get_tokenizer
     from minivllm.serving.completions import Echo
 
-    tokenizer = get_tokenizer(model)
+    tokenizer = published(model)
     for text in ("Ünï tide:", "<|im_start|>user\nhé", "<start_of_turn>user\nhé", "naïve ½"):
         found = tokenizer(text, return_offsets_mapping=True)
         output = RequestOutput("r", text, found.input_ids, [], True)
@@ -274,10 +283,9 @@ def test_the_offsets_of_an_echoed_prompt_are_those_of_its_characters(model: str)
 def test_an_echo_leaves_the_unfinished_character_to_the_answer(model: str):
     from minivllm.engine.detokenizer import DetokenizerFactory
     from minivllm.engine.outputs import RequestOutput
-    from minivllm.models.tokenizer import get_tokenizer
     from minivllm.serving.completions import Echo
 
-    tokenizer = get_tokenizer(model)
+    tokenizer = published(model)
     factory, ids = DetokenizerFactory(tokenizer), tokenizer("Sign: 🫖", add_special_tokens=False).input_ids
     output = RequestOutput("r", None, ids[:-1], [], True)
     answer = factory(ids[:-1])

@@ -21,7 +21,7 @@ def test_the_document_is_valid(tiny: LiveServer):
 
 
 def generated(server: LiveServer, examples: int) -> tuple[Counter[int], list[str]]:
-    """Statuses of so many requests for each operation, and the faults among them."""
+    """Statuses of this many requests for each operation, and the faults among them."""
     import schemathesis  # takes a second, and only `make load` needs it
 
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")

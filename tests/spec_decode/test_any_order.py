@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model_path  # noqa: F401 - a fixture
 
 from minivllm import LLM, SamplingParams
+from minivllm.attention.step_buffer import StepBuffer
+from minivllm.runtime.model_runner import step_bytes
 from minivllm.sampling.params import RequestOutputKind
 from minivllm.spec_decode.rejection import Draft
 
@@ -95,7 +97,10 @@ def load(kind, way, path, draft, folders, answer):  # noqa: F811
         config["model"] = str(draft if kind == "draft_model" else folders[kind])
     pool = {"num_gpu_blocks": 26} | ({"num_cpu_blocks": 60, "preemption_mode": "swap"} if way["swap"] else {})
     llm = LLM(path, speculative_config=config, async_scheduling=way["overlaps"], **SIZES, **pool)
-    proposer = llm.llm_engine.core.executor.runner.drafter.proposer
+    runner = llm.llm_engine.core.executor.runner
+    if way["overlaps"] and way["swap"]:  # as on a GPU: launched, and finished later by the same thread
+        runner.buffer = StepBuffer(step_bytes(runner.config), runner.device)
+    proposer = runner.drafter.proposer
     proposer.propose = partial(put_right, proposer.propose, answer, random.Random(1))
     return llm
 

@@ -157,6 +157,11 @@ def test_a_proposer_that_pays_or_costs_nothing_is_always_asked(overhead, chance,
     assert pauses(timed(lambda tokens: 1.0), 200, overhead, chance, drafted) == [*range(200)]
 
 
+def test_a_proposer_that_costs_little_is_asked_so_often_that_it_takes_a_hundredth_of_the_time():
+    asked = pauses(timed(lambda tokens: 1.0), 400, 0.05, 0.0)
+    assert np.diff(asked).max() == 6 and 0.05 * len(asked) < 0.015 * 400
+
+
 def test_a_text_that_turns_predictable_is_drafted_again():
     length = timed(lambda tokens: 1.0)
     pauses(length, 300, 2.0, 0.1)

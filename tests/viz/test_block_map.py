@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from remote_store import remote_trace
 from viz_traces import make_trace
 
 from minivllm.core.events import State
 from minivllm.core.trace import Trace
-from minivllm.viz.block_map import BlockMap, block_states, request_numbers, state_groups
+from minivllm.viz.block_map import BlockMap, block_states, fetched_blocks, request_numbers, state_groups
 from minivllm.viz.palette import DARK, LIGHT, owner_colour
 
 # Five points of every cell: the corner, a quarter in, the middle, the middle of the right edge, and the gap behind it.
@@ -135,6 +136,52 @@ def test_a_state_is_a_disc_and_its_words_say_what_it_is_made_of(open_page, tmp_p
         page.get_by_label("block number to pin").fill(str(block))
         page.keyboard.press("Enter")
         assert f"the state after {tokens} token" in page.locator("aside").inner_text()
+
+
+@pytest.mark.slow
+def test_blocks_from_elsewhere_lack_a_corner_and_are_told(open_page, tmp_path):
+    trace, _ = remote_trace()
+    view, count, seen_kinds = BlockMap(trace), trace.num_steps, set()
+    page = open_page(view.save(tmp_path / "blocks.html"))
+    for step in range(5, count, count // 7):
+        page.evaluate(GO, step)
+        page.wait_for_function(f"document.querySelector('.mv-readout').textContent === 'step {step} of {count - 1}'")
+        page.evaluate("() => new Promise(requestAnimationFrame)")
+        kinds, marked = kinds_in_group(trace, step, 0), fetched_blocks(trace, step)
+        wanted = [colours(*kind, False) for kind in kinds]
+        there = [block for block, (kind, _) in enumerate(kinds) if block in marked and kind != "free"]
+        for block in there:
+            wanted[block][0] = LIGHT["panel"]
+            seen_kinds.add(kinds[block][0])
+        assert read(page.locator("canvas[data-pool=gpu]"))[: len(wanted)] == wanted, step
+        legend = page.locator(".mv-legend li", has_text="came from elsewhere").inner_text()
+        assert legend.split() == ["came", "from", "elsewhere", str(len(there))]
+    assert seen_kinds == {"used", "shared", "cached"}
+    step, name, block = next(
+        (step, name, its.tables[0][-1])
+        for step, state in trace.states()
+        for name, its in state.requests.items()
+        if its.status == "WAITING_FOR_REMOTE_KVS" and not its.num_computed_tokens
+    )
+    loaded = next(e.blocks[0] for e in trace if e.kind == "kv_load" and e.request == name)
+    page.evaluate(GO, step)
+    page.get_by_label("block number to pin").fill(str(loaded))
+    page.keyboard.press("Enter")
+    page.locator(".mv-table tr[data-event=fetched]").first.wait_for()
+    told = page.locator("aside").inner_text()
+    assert "being fetched from elsewhere" in told and "nothing is computed" in told
+    assert f"request {name} waits until it is filled from elsewhere" in told
+    step, kept = next((step, state.kept) for step, state in trace.states() if state.kept)
+    page.evaluate(GO, step)
+    page.get_by_label("block number to pin").fill(str(next(iter(kept.values()))[0]))
+    page.keyboard.press("Enter")
+    page.wait_for_function(
+        "document.querySelector('aside').innerText.includes('kept for a copy, after the end of request')"
+    )
+    loads = sum(len(event.blocks) for event in trace if event.kind == "kv_load")
+    assert f"{loads} blocks came from elsewhere" in view.describe()
+    labels = [text.get_text() for text in view.plot(step=30).get_legend().get_texts()]
+    assert labels.count("came from elsewhere") == 1
 
 
 @pytest.mark.slow

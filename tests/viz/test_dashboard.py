@@ -222,7 +222,7 @@ def test_a_saved_page_shows_what_was_seen(engine, open_page, tmp_path):
 def test_a_server_shows_it_live(path, browser):
     args = EngineArgs(model=path, dtype="float32", num_gpu_blocks=128)
     with live_server(args, ServerOptions(dashboard=True, api_key=["secret"])) as server:
-        assert monitors() == []  # nobody looks yet
+        assert monitors() == []  # no one looks yet
         signed_in = browser.new_context(http_credentials={"username": "any", "password": "secret"})
         page, errors = signed_in.new_page(), []
         page.on(

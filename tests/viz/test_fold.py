@@ -6,12 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from remote_store import remote_trace
 from viz_runs import Moody, busy_trace
 from viz_traces import make_trace
 
 import minivllm.viz
 from minivllm.core.trace import Trace
-from minivllm.viz.block_map import BlockMap
+from minivllm.viz.block_map import BlockMap, fetched_blocks
 from minivllm.viz.tables import javascript
 
 STATIC = Path(minivllm.viz.__file__).parent / "static"
@@ -24,7 +25,8 @@ export async function walk(made, header, bytes) {
     const { fold } = frames;
     const requests = [...fold.requests].sort(([a], [b]) => a - b).map(([r, its]) => [r, its.status, its.computed, its.tables, its.cpu]);
     return JSON.stringify({ ref: [...fold.ref], name: [...fold.name], free: fold.firstFree(fold.numFree), cached: fold.numCachedFree,
-      cpu: [...fold.cpuOwner].flatMap((r, id) => (r < 0 ? [] : [[id, r]])), requests, waiting: fold.waiting, running: fold.running });
+      cpu: [...fold.cpuOwner].flatMap((r, id) => (r < 0 ? [] : [[id, r]])), requests, waiting: fold.waiting, running: fold.running,
+      remote: fold.remote, fetched: [...fold.fetched].flatMap((bit, id) => (bit ? [id] : [])) });
   };
   const forwards = [];
   for (let step = 0; step < frames.steps; step++) forwards.push(await at(step));
@@ -84,8 +86,10 @@ def folded_by_python(trace: Trace) -> list[dict]:
             ),
             "waiting": [number[r] for r in state.waiting],
             "running": [number[r] for r in state.running],
+            "remote": [number[r] for r in state.remote],
+            "fetched": sorted(fetched_blocks(trace, step)),
         }
-        for _, state in trace.states()
+        for step, state in trace.states()
     ]
 
 
@@ -107,6 +111,7 @@ TRACES = {
     "begun under way, aborts, a reset": lambda: busy_trace(3),
     "a policy that gives nothing": lambda: busy_trace(5, policy=Moody()),
     "salts and swap": lambda: busy_trace(7, swap=30, salts=(None, "a")),
+    "blocks from elsewhere": lambda: remote_trace()[0],
     "windows": lambda: busy_trace(11, kind="hybrid", blocks=40),
 }
 
@@ -121,6 +126,17 @@ def test_both_folds_rebuild_the_same_states(name, tmp_path):
     assert seen["wrong"] == []
     if len(trace) > 1000:
         assert seen["checkpoints"] > 2
+
+
+def test_the_blocks_that_are_marked_are_those_that_the_store_filled():
+    trace, brought = remote_trace(1)
+    trace.check()
+    marked = [fetched_blocks(trace, step) for step in range(trace.num_steps)]
+    for (step, state), known in zip(trace.states(), brought, strict=True):
+        assert {block for block in marked[step] if state.hashes[block]} == known, step
+    assert sum(map(bool, brought)) > trace.num_steps / 2
+    kinds = [event[0] for event in trace.events]
+    assert all(kinds.count(kind) for kind in ("kv_wait", "kv_arrive", "kv_keep", "kv_release"))
 
 
 def test_the_page_knows_the_schema_of_python():

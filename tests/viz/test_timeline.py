@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from remote_store import remote_trace
 from viz_runs import Moody, busy_trace, kind_of, span, words_of
 
 from minivllm.core.trace import Trace
@@ -18,6 +19,7 @@ from minivllm.viz.timeline_data import (
     KINDS,
     PREEMPTED,
     PREFILL,
+    REMOTE,
     STALLED,
     SWAPPED,
     WAITING,
@@ -30,11 +32,14 @@ RUNS = {
     "tight": {"seed": 5, "blocks": 17},
     "stalled": {"seed": 3, "policy": Moody()},
 }
+TOLD = {
+    "WAITING": WAITING, "RUNNING": STALLED, "PREEMPTED": PREEMPTED, "SWAPPED": SWAPPED, "WAITING_FOR_REMOTE_KVS": REMOTE,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def traces():
-    return {name: busy_trace(**how) for name, how in RUNS.items()}
+    return {name: busy_trace(**how) for name, how in RUNS.items()} | {"remote": remote_trace()[0]}
 
 
 def reset_steps(trace):
@@ -66,12 +71,11 @@ def test_every_cell_is_what_the_state_says(traces):
                     if kind == PREFILL:
                         assert data.tokens[span(data, number[name], step)] == tokens
                 else:
-                    told = {"WAITING": WAITING, "RUNNING": STALLED, "PREEMPTED": PREEMPTED, "SWAPPED": SWAPPED}
-                    assert kind == told[request.status]
+                    assert kind == TOLD[request.status]
             for name in set(number) - set(state.requests):
                 kind = kind_of(data, number[name], step)
                 assert kind is None or data.finish[number[name]] == step  # ended within the step
-    assert seen == {WAITING, PREEMPTED, SWAPPED, STALLED, PREFILL, DECODE}
+    assert seen == {WAITING, PREEMPTED, SWAPPED, REMOTE, STALLED, PREFILL, DECODE}
 
 
 def test_strips_are_the_table_of_steps(traces):
@@ -97,6 +101,9 @@ def test_reasons_are_those_of_the_trace(traces):
     assert "waiting: as many requests were running as max_num_seqs allows" in told
     assert any("that it wanted: the token budget of the step was used up" in line for line in told)
     assert any(line.startswith("preempted: ") for line in told)
+    remote = Timeline(traces["remote"]).lanes
+    on_their_way = {words_of(remote, r, s) for r in range(40) for s in range(remote.num_steps)}
+    assert "blocks on their way: its KV blocks were being fetched from elsewhere" in on_their_way
     assert {"decode", "not there yet", "finished: length", "finished: abort"} <= told
     stalled = Timeline(traces["stalled"]).lanes
     assert "running, but got no tokens" in {

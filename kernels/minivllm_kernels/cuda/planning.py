@@ -2,6 +2,7 @@
 
 # Generated from nbs/numba_kernels/cuda/planning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -142,6 +143,24 @@ def _smallest_chunk(tiles: np.ndarray, heads: int, slots: int, low: int) -> int:
 FIXED_CHUNK = 32  # tiles of a piece in the batch-invariant mode
 
 
+@functools.lru_cache(maxsize=16)
+def _layout(
+    start: bytes, tiles: bytes, heads: int, multiprocessors: int, max_warps: int, batch_invariant: bool
+) -> DecodePlan:
+    """Work items in whole tiles, SEQ and ROW the number of the sequence: most steps of few sequences find those of the step before.
+
+    start, tiles: int64, the first tile of each sequence and how many there are.
+    """
+    low, count = np.frombuffer(start, np.int64), np.frombuffer(tiles, np.int64)
+    warps, chunk = 4, np.maximum(FIXED_CHUNK, -(-count // MAX_PARTS))
+    if not batch_invariant:
+        warps, fitting = choose_chunk(count, heads, multiprocessors, max_warps)
+        chunk = np.array(fitting)
+    every = np.arange(len(count))
+    items, slots = cut(every, every, low * TILE, (low + count) * TILE, chunk)
+    return DecodePlan(items, slots, warps)
+
+
 def plan_decode(
     seq_lens: Sequence[int] | np.ndarray,
     *,
@@ -165,18 +184,20 @@ def plan_decode(
     every = np.arange(len(end))
     rows, seqs = (every if x is None else np.asarray(x) for x in (rows, seqs))
     first = np.zeros_like(end) if first is None else np.asarray(first, np.int64)
-    tiles = -(-end // TILE) - first // TILE
-    if batch_invariant:
-        warps, chunk = 4, np.maximum(FIXED_CHUNK, -(-tiles // MAX_PARTS))
-    else:
-        warps, chunk = choose_chunk(tiles, heads, multiprocessors, max_warps)
-    items, slots = cut(rows, seqs, first, end, chunk)
+    start = first // TILE
+    tiles = -(-end // TILE) - start
+    layout = _layout(start.tobytes(), tiles.tobytes(), heads, multiprocessors, max_warps, batch_invariant)
+    items, which = layout.items.copy(), layout.items[:, WORK_SEQ]
+    items[:, WORK_SEQ], items[:, WORK_ROW] = seqs[which], rows[which]
+    items[:, WORK_FIRST] = np.maximum(items[:, WORK_FIRST], first[which])
+    items[:, WORK_END] = np.minimum(items[:, WORK_END], end[which])
     if len(items) > MAX_ITEMS:
         raise ValueError(f"a launch takes at most {MAX_ITEMS} work items, and {len(end)} sequences make {len(items)}")
     items = items[np.argsort(items[:, WORK_FIRST] - items[:, WORK_END], kind="stable")]
-    return DecodePlan(items, slots, warps)
+    return DecodePlan(items, layout.slots, layout.warps)
 
 
+@functools.cache
 def item_rungs(num_seqs: int, heads: int, multiprocessors: int = 132, max_warps: int = 8) -> tuple[int, ...]:
     """Sizes to pad a list of work items to, ascending: what fills the card once at each width of `WAVES`, and one item a sequence.
 

@@ -21,6 +21,7 @@ from minivllm.models.spec import (
     family,
     read_attention,
     read_common,
+    read_layer_types,
     read_mlp,
     read_rope_of_type,
     windowed_layers,
@@ -117,10 +118,8 @@ def olmo2(r: ConfigReader) -> DecoderSpec:
 @family("Olmo3ForCausalLM", "olmo3")
 def olmo3(r: ConfigReader) -> DecoderSpec:
     """OLMo 3: three layers with a window to one without; only the latter's rotation may be stretched."""
-    count, common = r.need("num_hidden_layers"), read_common(r, eps=1e-5)
+    common, types = read_common(r, eps=1e-5), read_layer_types(r, 4)
     attention, norms = read_olmo(r, rope=None)
-    types = r.get("layer_types")
-    types = types or ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(count)]
     sizes = (attention.head_dim, common["max_position_embeddings"])
     ropes = {kind: read_rope_of_type(r, kind, *sizes, 5e5, None) for kind in set(types)}
     windows = zip(types, windows_from_types(r, types, r.get("sliding_window", 4096)), strict=True)
@@ -134,10 +133,8 @@ def gemma2(r: ConfigReader) -> DecoderSpec:
     common, bias = read_common(r, tied=True), r.get("attention_bias", False)
     scale, cap = r.get("query_pre_attn_scalar", 256) ** -0.5, r.get("attn_logit_softcapping", 50.0)
     sizes = {"head_dim": 256, "num_kv_heads": 4, "scale": scale, "soft_cap": cap, "qkv_bias": bias, "o_bias": bias}
-    count, types = r.need("num_hidden_layers"), r.get("layer_types")
-    types = types or ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
     mlp = read_mlp(r, activation=r.get("hidden_activation", "gelu_pytorch_tanh"))
-    windows = windows_from_types(r, types, r.get("sliding_window", 4096))
+    windows = windows_from_types(r, read_layer_types(r, 2), r.get("sliding_window", 4096))
     layers = windowed_layers(read_attention(r, **sizes), mlp, windows)
     return DecoderSpec(
         **common,
@@ -227,11 +224,9 @@ def cohere(r: ConfigReader) -> DecoderSpec:
 def cohere2(r: ConfigReader) -> DecoderSpec:
     """Command R7B and A: layers with a window are rotated, layers without have no positions."""
     common, layer = read_cohere(r)
-    count, types = r.need("num_hidden_layers"), r.get("layer_types")
     every = r.get("sliding_window_pattern", r.get("layer_switch", 4))
     r.only("order_of_interleaved_layers", "local_attn_first")
-    types = types or ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    windows = windows_from_types(r, types, r.get("sliding_window", 4096))
+    windows = windows_from_types(r, read_layer_types(r, every), r.get("sliding_window", 4096))
     rotated: Any = layer.mixer
     mixers = [replace(rotated, sliding_window=window) if window else replace(rotated, rope=None) for window in windows]
     return DecoderSpec(**common, layers=tuple(replace(layer, mixer=mixer) for mixer in mixers))

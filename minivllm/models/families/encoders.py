@@ -30,13 +30,7 @@ def pooler_for(
         before: layers of a text classifier before the last.
         last: its last layer, with any number of outputs; by default `classifier`.
     """
-    for name in (
-        "num_labels",
-        "sentence_transformers",
-        "sbert_ce_default_activation_function",
-        "matryoshka_dimensions",
-    ):
-        r.get(name)
+    r.skip("num_labels", "sentence_transformers", "sbert_ce_default_activation_function", "matryoshka_dimensions")
     per_token = r.family.endswith("ForTokenClassification")
     if not per_token and not r.family.endswith("ForSequenceClassification"):
         return PoolerSpec(pooling_type=pooling)
@@ -109,13 +103,10 @@ def roberta(r: ConfigReader) -> DecoderSpec:
 
 
 def read_modernbert_layers(r: ConfigReader) -> tuple[LayerSpec, ...]:
-    """Layers with a window and its own rotation, and every so many one without."""
+    """Layers with a window and its own rotation, and at regular distances one without."""
     count, every, hidden = r.need("num_hidden_layers"), r.get("global_attn_every_n_layers", 3), r.need("hidden_size")
-    heads, bias, longest = (
-        r.need("num_attention_heads"),
-        r.get("attention_bias", False),
-        r.need("max_position_embeddings"),
-    )
+    heads, bias = r.need("num_attention_heads"), r.get("attention_bias", False)
+    longest = r.need("max_position_embeddings")
     types = r.get("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(count)]
     window = r.get("sliding_window") or r.get("local_attention", 128) // 2
     r.rename(rope_theta="global_rope_theta", rope_local_base_freq="local_rope_theta")
@@ -147,10 +138,9 @@ def read_modernbert_layers(r: ConfigReader) -> tuple[LayerSpec, ...]:
 def modernbert(r: ConfigReader) -> DecoderSpec:
     """ModernBERT."""
     pooling, activation = r.get("classifier_pooling", "cls"), r.get("classifier_activation", "gelu")
-    for name in ("cls_token_id", "sep_token_id", "decoder_bias", "tie_word_embeddings", "sparse_prediction",
-                 "sparse_pred_ignore_index", "initializer_cutoff_factor", "deterministic_flash_attn",
-                 "repad_logits_with_grad", "reference_compile"):  # fmt: skip
-        r.get(name)
+    r.skip("cls_token_id", "sep_token_id", "decoder_bias", "tie_word_embeddings", "sparse_prediction")
+    r.skip("sparse_pred_ignore_index", "initializer_cutoff_factor", "deterministic_flash_attn")
+    r.skip("repad_logits_with_grad", "reference_compile")
     dense = HeadLayer("head.dense", r.need("hidden_size"), r.get("classifier_bias", False), activation, "head.norm")
     names = WeightNames(
         embedding="model.embeddings.tok_embeddings.weight", embedding_norm="model.embeddings.norm.weight",

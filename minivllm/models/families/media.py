@@ -52,8 +52,7 @@ def surrounded(r: ConfigReader, *fields: str, token: str, modality: str = "image
         modality: what the encoder reads.
         whole: a picture's tokens see each other in both directions.
     """
-    for name in ("audio_config" if modality == "audio" else "vision_config", *fields):
-        r.get(name)
+    r.skip("audio_config" if modality == "audio" else "vision_config", *fields)
     spec = spec_from_config(text_config(r))
     token_id = r.get(token) if r.get(token) is not None else r.need(f"{modality}_token_id")
     if not 0 <= token_id < spec.vocab_size:

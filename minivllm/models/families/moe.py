@@ -2,7 +2,7 @@
 
 # Generated from nbs/models/families/moe.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from minivllm.models.spec import (
     family,
     read_attention,
     read_common,
+    read_layer_types,
     read_mlp,
     read_window_per_layer,
     spec_from_config,
@@ -29,7 +30,7 @@ from minivllm.models.spec import (
     windows_from_types,
 )
 
-__all__ = ["EXPERT_NAMES", "STACKED", "each_expert", "read_experts"]
+__all__ = ["EXPERT_NAMES", "GRANITE_STACKED", "STACKED", "each_expert", "read_experts", "stacked_experts"]
 
 EXPERT_NAMES: dict[str, Any] = {part: f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
 """The usual names of an expert's weights, by the fields of `GatedMLPSpec`."""
@@ -49,11 +50,21 @@ def each_expert(suffix: str, *names: str) -> Unpack:
     return Unpack(suffix, parts)
 
 
-STACKED = (
-    each_expert("mlp.experts.gate_up_proj", "mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
-    each_expert("mlp.experts.down_proj", "mlp.experts.{}.down_proj.weight"),
+def stacked_experts(
+    module: str, names: Mapping[str, str] = EXPERT_NAMES, gate_up: str = "gate_up_proj", down: str = "down_proj"
+) -> tuple[Unpack, Unpack]:
+    """Experts in two tensors of a module, as transformers 5 keeps them in memory and may save them. names: of each one's weights."""
+    gate, up, out = (f"{names[part]}.weight" for part in ("gate", "up", "down"))
+    return each_expert(f"{module}.{gate_up}", gate, up), each_expert(f"{module}.{down}", out)
+
+
+STACKED = stacked_experts("mlp.experts")
+_GRANITE_ROUTER = "block_sparse_moe.router.layer"
+GRANITE_STACKED = (
+    *stacked_experts("block_sparse_moe", gate_up="input_linear.weight", down="output_linear.weight"),
+    *stacked_experts("block_sparse_moe.experts"),
+    Unpack("block_sparse_moe.router.weight", lambda t: {f"{_GRANITE_ROUTER}.weight": t}),
 )
-"""Experts as transformers 5 keeps them in memory, and may save them."""
 
 
 def read_experts(
@@ -77,7 +88,7 @@ def read_experts(
 
 @family("MixtralForCausalLM", "mixtral")
 def mixtral(r: ConfigReader) -> DecoderSpec:
-    """Mixtral: Mistral with experts, under names of its own."""
+    """Mixtral: Mistral with experts, under its own names."""
     router = RouterSpec(top_k=r.get("num_experts_per_tok", 2), normalize=True, name="block_sparse_moe.gate")
     moe = read_experts(r, 8, r.need("intermediate_size"), router, field="num_local_experts")
     weights = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -85,12 +96,9 @@ def mixtral(r: ConfigReader) -> DecoderSpec:
     attention = read_attention(r, num_kv_heads=8, theta=1e6, sliding_window=r.get("sliding_window"))
     layer = LayerSpec(mixer=attention, mlp=replace(moe, expert=replace(moe.expert, **names)))
     common = read_common(r) | {"norm_eps": r.get("rms_norm_eps", 1e-5)}
-    stacked = (
-        Unpack("mlp.gate.weight", lambda tensor: {"block_sparse_moe.gate.weight": tensor}),
-        each_expert("mlp.experts.gate_up_proj", f"{names['gate']}.weight", f"{names['up']}.weight"),
-        each_expert("mlp.experts.down_proj", f"{names['down']}.weight"),
-    )
-    return DecoderSpec(**common, layers=(layer,) * r.need("num_hidden_layers"), unpack=stacked)
+    gate = Unpack("mlp.gate.weight", lambda tensor: {"block_sparse_moe.gate.weight": tensor})
+    unpack = (gate, *stacked_experts("mlp.experts", names))
+    return DecoderSpec(**common, layers=(layer,) * r.need("num_hidden_layers"), unpack=unpack)
 
 
 def qwen_mlps(r: ConfigReader, moe: MoESpec) -> list[MixerSpec]:
@@ -139,24 +147,18 @@ def olmoe(r: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**common, layers=layers, unpack=STACKED)
 
 
+def read_granite_experts(r: ConfigReader, size: int, **fields: Any) -> MoESpec:
+    """Granite's experts, of `size` numbers. fields: more of `MoESpec`."""
+    router = RouterSpec(top_k=r.get("num_experts_per_tok", 2), normalize=True, name=_GRANITE_ROUTER)
+    return read_experts(r, 8, size, router, field="num_local_experts", **fields)
+
+
 @family("GraniteMoeForCausalLM", "granitemoe")
 def granitemoe(r: ConfigReader) -> DecoderSpec:
     """Granite with experts, which its checkpoints stack."""
-    router = RouterSpec(top_k=r.get("num_experts_per_tok", 2), normalize=True, name="block_sparse_moe.router.layer")
-    moe = read_experts(r, 8, r.need("intermediate_size"), router, field="num_local_experts")
-    weights = {part: f"{name}.weight" for part, name in EXPERT_NAMES.items()}
-    base = granite(r)
-    return replace(
-        base,
-        layers=tuple(replace(layer, mlp=moe) for layer in base.layers),
-        unpack=(
-            each_expert("block_sparse_moe.input_linear.weight", weights["gate"], weights["up"]),
-            each_expert("block_sparse_moe.output_linear.weight", weights["down"]),
-            each_expert("block_sparse_moe.experts.gate_up_proj", weights["gate"], weights["up"]),
-            each_expert("block_sparse_moe.experts.down_proj", weights["down"]),
-            Unpack("block_sparse_moe.router.weight", lambda t: {f"{router.name}.weight": t}),
-        ),
-    )
+    moe, base = read_granite_experts(r, r.need("intermediate_size")), granite(r)
+    layers = tuple(replace(layer, mlp=moe) for layer in base.layers)
+    return replace(base, layers=layers, unpack=GRANITE_STACKED)
 
 
 def lying_experts(suffix: str, *names: str) -> tuple[Unpack, ...]:
@@ -182,8 +184,7 @@ def gpt_oss(r: ConfigReader) -> DecoderSpec:
     """GPT-OSS: sinks, a window on every other layer, clamped experts."""
     r.only("swiglu_alpha", 1.702)
     r.only("hidden_act", "silu")
-    bias, count, types = r.get("attention_bias", True), r.need("num_hidden_layers"), r.get("layer_types")
-    types = types or ["full_attention" if i % 2 else "sliding_attention" for i in range(count)]
+    bias, types = r.get("attention_bias", True), read_layer_types(r, 2)
     sizes: dict[str, Any] = {"head_dim": 64, "num_kv_heads": 8, "theta": 150000.0}
     stretched = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
     attention = read_attention(r, qkv_bias=bias, o_bias=bias, sinks="self_attn.sinks", default_rope=stretched, **sizes)
@@ -203,11 +204,8 @@ def gpt_oss(r: ConfigReader) -> DecoderSpec:
 
 def read_llama4_mixers(r: ConfigReader) -> list[SelfAttentionSpec]:
     """Attention of each layer: rotated and in chunks, or without positions."""
-    count, every, chunk = (
-        r.need("num_hidden_layers"),
-        r.get("no_rope_layer_interval", 4),
-        r.get("attention_chunk_size", 8192),
-    )
+    count, every = r.need("num_hidden_layers"), r.get("no_rope_layer_interval", 4)
+    chunk = r.get("attention_chunk_size", 8192)
     marks = r.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]
     types = r.get("layer_types") or ["chunked_attention" if mark and chunk else "full_attention" for mark in marks]
     if (unknown := set(types) - {"chunked_attention", "full_attention"}) or not len(types) == len(marks) == count:
@@ -237,10 +235,7 @@ def llama4(r: ConfigReader) -> DecoderSpec:
     router = RouterSpec(top_k=top_k, score="sigmoid", on_input=True, name="feed_forward.router")
     moe = read_experts(r, 16, r.need("intermediate_size"), router, field="num_local_experts", shared=shared)
     mixers = enumerate(read_llama4_mixers(r))
-    rules = (
-        each_expert("feed_forward.experts.gate_up_proj", *(f"{EXPERT_NAMES[part]}.weight" for part in ("gate", "up"))),
-        each_expert("feed_forward.experts.down_proj", f"{EXPERT_NAMES['down']}.weight"),
-    )
+    rules = stacked_experts("feed_forward.experts")
     layers = tuple(LayerSpec(mixer=mixer, mlp=moe if i in sparse else dense) for i, mixer in mixers)
     stacks = tuple(Unpack(rule.suffix, lambda t, rule=rule: rule.parts(t.transpose(1, 2))) for rule in rules)  # type: ignore[misc]
     unpack = stacks + neighbours_rotated(layers[0].mixer)  # type: ignore[arg-type]
@@ -250,6 +245,5 @@ def llama4(r: ConfigReader) -> DecoderSpec:
 @family("Llama4ForConditionalGeneration", "llama4")
 def llama4_published(r: ConfigReader) -> DecoderSpec:
     """Llama 4 as it is published, of which the text model is run; pictures are refused."""
-    for name in ("vision_config", "boi_token_index", "eoi_token_index", "image_token_index"):
-        r.get(name)
+    r.skip("vision_config", "boi_token_index", "eoi_token_index", "image_token_index")
     return replace(spec_from_config(text_config(r)), family=r.family, rename=text_name)

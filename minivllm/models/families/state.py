@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.models.families.moe import EXPERT_NAMES, STACKED, each_expert, qwen_mlps, read_experts
+from minivllm.models.families.moe import (
+    GRANITE_STACKED,
+    STACKED,
+    qwen_mlps,
+    read_experts,
+    read_granite_experts,
+    stacked_experts,
+)
 from minivllm.models.mixers.base import TokenMixerSpec
 from minivllm.models.mixers.conv import ShortConvSpec
 from minivllm.models.mixers.delta import DeltaNetSpec
@@ -29,6 +36,7 @@ from minivllm.models.spec import (
     family,
     read_attention,
     read_common,
+    read_layer_types,
     read_mlp,
 )
 
@@ -45,23 +53,11 @@ def read_dt_limit(r: ConfigReader, name: str = "time_step_limit") -> tuple[float
     return tuple(float(x["__float__"]) if isinstance(x, dict) else float(x) for x in (low, high))  # type: ignore[return-value]
 
 
-def _skip(r: ConfigReader, *names: str) -> None:
-    """Read fields that change nothing here: initialisation, rounding and clamping, and repeats of other fields."""
-    for name in names:
-        r.get(name)
-
-
 def _mixers_alone(r: ConfigReader, mixer: StateMixerSpec, eps: float, **common: Any) -> DecoderSpec:
     """A model whose layers have one block and no MLP."""
     r.only("hidden_act", "silu", "swish")
-    _skip(
-        r,
-        "time_step_min",
-        "time_step_max",
-        "time_step_floor",
-        "residual_in_fp32",
-        "rescale_prenorm_residual",
-        "rms_norm",
+    r.skip(
+        "time_step_min", "time_step_max", "time_step_floor", "residual_in_fp32", "rescale_prenorm_residual", "rms_norm"
     )
     layer = LayerSpec(mixer=mixer, mlp=NoMLPSpec(), mixer_norm="norm", mlp_norm=None)
     layers = (layer,) * r.need("num_hidden_layers")
@@ -72,7 +68,7 @@ def _mixers_alone(r: ConfigReader, mixer: StateMixerSpec, eps: float, **common: 
 def mamba2(r: ConfigReader) -> DecoderSpec:
     """Mamba-2: nothing but state-space layers."""
     r.assume(max_position_embeddings=LONGEST, hidden_size=4096, vocab_size=32768, num_hidden_layers=64)
-    _skip(r, "time_step_rank", "chunk_size")
+    r.skip("time_step_rank", "chunk_size")
     hidden, heads, head_dim = r.need("hidden_size"), r.get("num_heads", 128), r.get("head_dim", 64)
     if heads * head_dim != r.get("expand", 2) * hidden:
         raise ValueError(
@@ -91,8 +87,8 @@ def mamba2(r: ConfigReader) -> DecoderSpec:
 def mamba(r: ConfigReader) -> DecoderSpec:
     """Mamba: nothing but selective scans."""
     r.assume(max_position_embeddings=LONGEST, hidden_size=768, vocab_size=50280, num_hidden_layers=32)
-    _skip(r, "time_step_scale", "time_step_init_scheme", "use_mambapy", "use_associative_scan", "fused_add_norm")
-    _skip(r, "d_inner", "d_model", "n_layer", "intermediate_size", "ssm_cfg", "pad_vocab_size_multiple")
+    r.skip("time_step_scale", "time_step_init_scheme", "use_mambapy", "use_associative_scan", "fused_add_norm")
+    r.skip("d_inner", "d_model", "n_layer", "intermediate_size", "ssm_cfg", "pad_vocab_size_multiple")
     hidden, rank, eps = r.need("hidden_size"), r.get("time_step_rank", "auto"), r.get("layer_norm_epsilon", 1e-5)
     mixer = Mamba1Spec(
         prefix="mixer.", channels=int(r.get("expand", 2) * hidden), state_size=r.get("state_size", 16),
@@ -118,10 +114,8 @@ def mixers_by_type(r: ConfigReader, types: list[str], kinds: Mapping[str, TokenM
 @family("Lfm2ForCausalLM", "lfm2")
 def lfm2(r: ConfigReader) -> DecoderSpec:
     """LFM2: short convolutions, and attention in some layers."""
-    for other in ("block_dim", "conv_dim", "conv_dim_out", "num_heads", "theta", "block_norm_eps", "use_pos_enc"):
-        r.get(other)  # what other fields say, too
-    for training in ("conv_use_xavier_init", "block_use_xavier_init", "block_mlp_init_scale", "block_out_init_scale"):
-        r.get(training)
+    r.skip("block_dim", "conv_dim", "conv_dim_out", "num_heads", "theta", "block_norm_eps", "use_pos_enc")
+    r.skip("conv_use_xavier_init", "block_use_xavier_init", "block_mlp_init_scale", "block_out_init_scale")
     r.only("block_use_swiglu", True)
     size, count = r.get("block_ff_dim") or r.get("intermediate_size", 12288), r.need("num_hidden_layers")
     factor, multiple = r.get("block_ffn_dim_multiplier", 1.0), r.get("block_multiple_of", 256)
@@ -132,10 +126,8 @@ def lfm2(r: ConfigReader) -> DecoderSpec:
     part = {name: f"feed_forward.{weight}" for name, weight in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}
     mlp = GatedMLPSpec(intermediate_size=size, **part)  # type: ignore[arg-type]
     r.assume(max_position_embeddings=128_000)
-    names: dict[str, Any] = {
-        "q_norm": "self_attn.q_layernorm",
-        "k_norm": "self_attn.k_layernorm",
-        "o": "self_attn.out_proj",
+    names: dict[str, Any] = {f"{part}_norm": f"self_attn.{part}_layernorm" for part in "qk"} | {
+        "o": "self_attn.out_proj"
     }
     attention = read_attention(r, num_kv_heads=8, theta=1e6, qk_norm=True, **names)
     conv = ShortConvSpec(
@@ -153,6 +145,11 @@ def lfm2(r: ConfigReader) -> DecoderSpec:
         layers=tuple(LayerSpec(mixer=mixer, mlp=mlp, **norms) for mixer in mixers),  # type: ignore[arg-type]
         names=WeightNames(final_norm="model.embedding_norm.weight"),
     )
+
+
+def hybrid_kinds(mamba: TokenMixerSpec, attention: TokenMixerSpec) -> dict[str, TokenMixerSpec]:
+    """Mixers by the names that hybrids' configs have for them."""
+    return {"mamba": mamba, "linear_attention": mamba, "attention": attention, "full_attention": attention}
 
 
 def read_mamba2(r: ConfigReader, **fields: Any) -> Mamba2Spec:
@@ -177,34 +174,24 @@ def granitemoehybrid(r: ConfigReader) -> DecoderSpec:
     r.assume(intermediate_size=11008, max_position_embeddings=2048)
     bias, count = r.get("attention_bias", False), r.need("num_hidden_layers")
     rope: dict[str, Any] = {} if r.only("position_embedding_type", None, "rope", "nope") == "rope" else {"rope": None}
-    for name in ("rope_parameters", "rope_theta", "rope_scaling", "normalization_function", "init_method"):
-        r.get(name)
+    r.skip("rope_parameters", "rope_theta", "rope_scaling", "normalization_function", "init_method")
     attention = read_attention(r, qkv_bias=bias, o_bias=bias, scale=r.get("attention_multiplier", 1.0), **rope)
     types = r.get("layer_types") or r.get("layers_block_type") or ["mamba"] * count
-    kinds = dict.fromkeys(("mamba", "linear_attention"), read_mamba2(r)) | dict.fromkeys(
-        ("attention", "full_attention"), attention
-    )
-    r.get("layers_block_type"), r.get("intermediate_size")
+    mixers = mixers_by_type(r, types, hybrid_kinds(read_mamba2(r), attention))
+    r.skip("layers_block_type", "intermediate_size")
     size = r.get("shared_intermediate_size", 1024)
     mlp = read_mlp(r, intermediate_size=size, gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear")
-    router = RouterSpec(top_k=r.get("num_experts_per_tok", 2), normalize=True, name="block_sparse_moe.router.layer")
     block: GatedMLPSpec | MoESpec = mlp
+    r.get("num_experts_per_tok")
     if r.get("num_local_experts", 8):
-        block = read_experts(r, 8, r.get("intermediate_size", 11008), router, field="num_local_experts", shared=mlp)
-    weights, scale = {part: f"{name}.weight" for part, name in EXPERT_NAMES.items()}, r.get("residual_multiplier", 1.0)
-    mixers = mixers_by_type(r, types, kinds)
+        block = read_granite_experts(r, r.get("intermediate_size", 11008), shared=mlp)
+    scale = r.get("residual_multiplier", 1.0)
     return DecoderSpec(
         **read_common(r),
         layers=tuple(LayerSpec(mixer=mixer, mlp=block, residual_scale=scale) for mixer in mixers),
         embedding_scale=r.get("embedding_multiplier", 1.0),
         logits_scale=1 / r.get("logits_scaling", 1.0),
-        unpack=(
-            each_expert("block_sparse_moe.input_linear.weight", weights["gate"], weights["up"]),
-            each_expert("block_sparse_moe.output_linear.weight", weights["down"]),
-            each_expert("block_sparse_moe.experts.gate_up_proj", weights["gate"], weights["up"]),
-            each_expert("block_sparse_moe.experts.down_proj", weights["down"]),
-            Unpack("block_sparse_moe.router.weight", lambda t: {f"{router.name}.weight": t}),
-        ),
+        unpack=GRANITE_STACKED,
     )
 
 
@@ -220,13 +207,10 @@ def bamba(r: ConfigReader) -> DecoderSpec:
     attention = read_attention(r, num_kv_heads=8, part=0.5, qkv_bias=bias, o_bias=bias)
     types = r.get("layer_types") or r.get("layers_block_type")
     types = types or ["full_attention" if i in full else "linear_attention" for i in range(count)]
-    kinds = dict.fromkeys(("mamba", "linear_attention"), read_mamba2(r)) | dict.fromkeys(
-        ("attention", "full_attention"), attention
-    )
-    mlp = read_mlp(r, **_FEED_FORWARD)
+    mixers, mlp = mixers_by_type(r, types, hybrid_kinds(read_mamba2(r), attention)), read_mlp(r, **_FEED_FORWARD)
     return DecoderSpec(
         **read_common(r, eps=1e-5),
-        layers=tuple(LayerSpec(mixer=m, mlp=mlp, mlp_norm="pre_ff_layernorm") for m in mixers_by_type(r, types, kinds)),
+        layers=tuple(LayerSpec(mixer=mixer, mlp=mlp, mlp_norm="pre_ff_layernorm") for mixer in mixers),
         names=WeightNames(final_norm="model.final_layernorm.weight"),
     )
 
@@ -236,9 +220,9 @@ def jamba(r: ConfigReader) -> DecoderSpec:
     """Jamba: selective scans with norms, attention without positions, and experts in every other layer."""
     count, hidden, rank = r.need("num_hidden_layers"), r.need("hidden_size"), r.get("mamba_dt_rank", "auto")
     r.assume(max_position_embeddings=262144)
-    for how in ("use_mamba_kernels", "use_mambapy", "use_associative_scan", "num_logits_to_keep", "layer_types"):
-        r.get(how)  # the layers are those of the periods below
-    r.get("layers_block_type"), r.get("layers_num_experts"), r.only("sliding_window", None)
+    r.skip("use_mamba_kernels", "use_mambapy", "use_associative_scan", "num_logits_to_keep")
+    r.skip("layer_types", "layers_block_type", "layers_num_experts")  # the layers are those of the periods below
+    r.only("sliding_window", None)
     scan = Mamba1Spec(
         prefix="mamba.", channels=r.get("mamba_expand", 2) * hidden, state_size=r.get("mamba_d_state", 16),
         rank=-(-hidden // 16) if rank == "auto" else rank, kernel=r.get("mamba_d_conv", 4),
@@ -259,12 +243,11 @@ def jamba(r: ConfigReader) -> DecoderSpec:
         )
         for i in range(count)
     ]
-    stacked = (
-        each_expert("feed_forward.experts.gate_up_proj", f"{names['gate']}.weight", f"{names['up']}.weight"),
-        each_expert("feed_forward.experts.down_proj", f"{names['down']}.weight"),
+    final, unpack = (
+        WeightNames(final_norm="model.final_layernorm.weight"),
+        stacked_experts("feed_forward.experts", names),
     )
-    final = WeightNames(final_norm="model.final_layernorm.weight")
-    return DecoderSpec(**read_common(r), layers=tuple(layers), names=final, unpack=stacked)
+    return DecoderSpec(**read_common(r), layers=tuple(layers), names=final, unpack=unpack)
 
 
 def gated_query(head_dim: int, kind: str) -> Unpack:
@@ -296,7 +279,7 @@ def _ungrouped(prefix: str, num_k_heads: int, parts: dict[str, tuple[int, ...]])
 @family("Qwen3NextForCausalLM", "qwen3_next")
 def qwen3_next(r: ConfigReader) -> DecoderSpec:
     """Qwen3-Next: three gated delta nets to one attention layer with a gate, and experts."""
-    count, bias = r.need("num_hidden_layers"), r.get("attention_bias", False)
+    bias = r.get("attention_bias", False)
     attention = read_attention(
         r, head_dim=256, num_kv_heads=2, part=0.25, qkv_bias=bias, o_bias=bias, qk_norm=True, gate="self_attn.q_gate"
     )
@@ -307,8 +290,7 @@ def qwen3_next(r: ConfigReader) -> DecoderSpec:
     )  # fmt: skip
     many = delta.num_v_heads // delta.num_k_heads
     rows = {"in_proj_qkvz": (*(delta.k_dim,) * 2, *(many * delta.v_dim,) * 2), "in_proj_ba": (many, many)}
-    every = r.get("full_attention_interval", 4)
-    types = r.get("layer_types") or ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    types = read_layer_types(r, r.get("full_attention_interval", 4), "linear_attention")
     mixers = mixers_by_type(r, types, {"linear_attention": delta, "full_attention": attention})
     router = RouterSpec(top_k=r.get("num_experts_per_tok", 10), normalize=r.get("norm_topk_prob", True))
     names = {part: f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}

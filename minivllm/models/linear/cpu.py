@@ -97,10 +97,14 @@ def by_tiles(inputs: int) -> bool:
     return host_tiles() and inputs % (2 * TILE) == 0
 
 
-def few_rows(dtype: torch.dtype, tiles: bool) -> float:
-    """Up to how many rows the numba kernel is the faster one, by the tile unit or without."""
+SMALL = 1 << 22  # numbers of a weight that a core's cache keeps while a step of many rows goes through it
+
+
+def few_rows(dtype: torch.dtype, tiles: bool, numbers: int = 0) -> float:
+    """Up to how many rows the numba kernel is the faster one, by the tile unit or without. numbers: of the weight."""
     if dtype == torch.bfloat16:
-        return math.inf if not onednn_packs() else 64 if tiles else 4
+        many = 128 if numbers <= SMALL else 64
+        return math.inf if not onednn_packs() else many if tiles else 4
     return 16
 
 
@@ -112,7 +116,8 @@ def explain(dtype: torch.dtype) -> str:
         return "numba, each weight read once; this CPU has no bf16 arithmetic for torch to use"
     then = "oneDNN with weights packed once" if dtype == torch.bfloat16 else "torch"
     unit = " with the CPU's tile unit" if tiles else " at the speed of memory"
-    return f"up to {limit} rows numba{unit}, more rows {then}"
+    large = f" ({few_rows(dtype, tiles, SMALL + 1)} by a large weight)" if tiles else ""
+    return f"up to {limit} rows numba{unit}{large}, more rows {then}"
 
 
 class CPULinear(TorchLinear):
@@ -158,7 +163,7 @@ class CPULinear(TorchLinear):
         return onednn_block(self.outputs, self.inputs)
 
     def _max_rows(self, dtype: torch.dtype, tiles: bool) -> float:
-        return few_rows(dtype, tiles)
+        return few_rows(dtype, tiles, self.outputs * self.inputs)
 
     def _bias_address(self) -> int:
         return 0 if self._float_bias is None else self._float_bias.data_ptr()

@@ -13,6 +13,7 @@ from minivllm.models.linear.grouped import (
     GroupedWeight,
     Matmul,
     QuantizedWeight,
+    RepackedWeight,
     StoredLinear,
     pack_nibbles,
     unpack_nibbles,
@@ -142,7 +143,7 @@ def unpack_tiles(words: Tensor, bits: int, inputs: int) -> Tensor:
     return tiles.reshape(-1, inputs)
 
 
-class CUDAPackedWeight(QuantizedWeight):
+class CUDAPackedWeight(RepackedWeight):
     """A weight in the order of the GPU's kernels. Activations stay as they are, also where a checkpoint would have them rounded.
 
     Args:
@@ -162,10 +163,6 @@ class CUDAPackedWeight(QuantizedWeight):
             assert whole is not None  # `cuda_format` has looked
             zero = _by_tiles(whole).permute(0, 3, 2, 1) + (ZERO_POINTS[format.dtype] - 0x8000)
             self.scales = torch.cat((self.scales, zero.to(torch.int16).contiguous().view(torch.int32)), -1)
-
-    @property
-    def shape(self) -> torch.Size:
-        return self._shape
 
     def apply(self, x: Tensor, matmul: Matmul = F.linear) -> Tensor:
         """See `QuantizedWeight`. More than `MOST_ROWS` rows are multiplied by torch, with the weight written out in slices."""
@@ -197,25 +194,6 @@ class CUDAPackedWeight(QuantizedWeight):
             return ScaledWeight(q.view(FP8), scale, format.group)
         q = pack_nibbles(q) if self.bits == 4 else q.view(torch.int8)
         return GroupedWeight(q, scale, low, order=self.order, inputs=self.inputs)
-
-    def dequantize(self) -> Tensor:
-        """See `QuantizedWeight`."""
-        return self.unpacked().dequantize()
-
-    def narrow(self, dim: int, start: int, length: int) -> Any:
-        """Some outputs or inputs, as they came."""
-        return self.unpacked().narrow(dim, start, length)
-
-    def __getitem__(self, rows: Any) -> Any:
-        return self.unpacked()[rows]
-
-    def joined(self, below: Any) -> Any:
-        """None: what is packed is not joined any more."""
-        return None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """See `QuantizedWeight`."""
-        return {"words": self.words, "scales": self.scales}
 
 
 AT_ONCE = 1 << 27

@@ -74,6 +74,37 @@ class QuantizedWeight(ABC):
         return replace(self, **moved)  # type: ignore[type-var]
 
 
+class RepackedWeight(QuantizedWeight):
+    """A weight in the order of a kernel: `words` and `scales`. It is cut, and read, by way of the weight that it was made of."""
+
+    words: Tensor
+    scales: Tensor
+    _shape: torch.Size
+
+    @abstractmethod
+    def unpacked(self) -> QuantizedWeight:
+        """The weight as it came."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+    def dequantize(self) -> Tensor:
+        return self.unpacked().dequantize()
+
+    def narrow(self, dim: int, start: int, length: int) -> Any:
+        return self.unpacked().narrow(dim, start, length)
+
+    def __getitem__(self, rows: Any) -> Any:
+        return self.unpacked()[rows]
+
+    def joined(self, below: Any) -> None:
+        """None: what is packed is not joined any more."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"words": self.words, "scales": self.scales}
+
+
 @dataclass(frozen=True, eq=False)
 class GroupedWeight(QuantizedWeight):
     """A weight in groups of neighbouring columns that share a scale.

@@ -51,7 +51,7 @@ def register_linear_method(name: str, make: str | Callable[[], LinearMethod]) ->
 def register_quantization(name: str, make: str | Callable[[], LinearMethod], bits: float) -> None:
     """Let `quantization` name a linear method that rounds the weights of a checkpoint when they are loaded.
 
-    All linear layers get it but the output layer. A cell may call this for an engine of its own process; the engine
+    All linear layers get it but the output layer. A cell may call this for an engine of the same process; the engine
     process of a server and the workers of several ranks know what a plugin registers.
 
     Args:

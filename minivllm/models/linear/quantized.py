@@ -12,6 +12,7 @@ from minivllm.models.linear.cpu import few_rows_matmul
 from minivllm.models.linear.grouped import (
     GroupedWeight,
     QuantizedWeight,
+    RepackedWeight,
     StoredLinear,
     pack_nibbles,
     unpack_nibbles,
@@ -115,7 +116,7 @@ def whole_codes(codes: Tensor) -> tuple[Tensor, float]:
     return (codes * (127 / largest)).round().to(torch.int8), 127 / largest
 
 
-class PackedWeight(QuantizedWeight):
+class PackedWeight(RepackedWeight):
     """A `GroupedWeight` in the order of the CPU's kernel, which rounds activations to 8 bits, 32 or more of a row together.
 
     A code book that is not made of halves is rounded to parts of 127 of its largest entry.
@@ -168,10 +169,6 @@ class PackedWeight(QuantizedWeight):
             codes=0 if self.table is None else self.table.data_ptr(),
         )
 
-    @property
-    def shape(self) -> torch.Size:
-        return self._shape
-
     def apply(self, x: Tensor, matmul: Any = None) -> Tensor:
         """x [T, inputs] to [T, outputs], with the bias. `matmul` is not needed."""
         if not self.straight:
@@ -190,25 +187,6 @@ class PackedWeight(QuantizedWeight):
         scale, *low = self.scales.permute(2, 0, 3, 1).flatten(1, 2)[:, : self._shape[0]].unbind()
         codes = None if self.codes is None else self.codes.float()
         return GroupedWeight(q, scale, low[0] if low else None, codes, self.order, self.inputs)
-
-    def dequantize(self) -> Tensor:
-        """See `QuantizedWeight`."""
-        return self.unpacked().dequantize()
-
-    def narrow(self, dim: int, start: int, length: int) -> Any:
-        """Some outputs or inputs, as a `GroupedWeight`."""
-        return self.unpacked().narrow(dim, start, length)
-
-    def __getitem__(self, rows: Any) -> Any:
-        return self.unpacked()[rows]
-
-    def joined(self, below: Any) -> Any:
-        """None: what is packed is not joined any more."""
-        return None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """See `QuantizedWeight`."""
-        return {"words": self.words, "scales": self.scales}
 
 
 class CPUStoredLinear(StoredLinear):

@@ -63,7 +63,6 @@ class ScaledWeight(QuantizedWeight):
         return self.q.shape
 
     def dequantize(self) -> Tensor:
-        """See `QuantizedWeight`."""
         each = self.scale.repeat_interleave(self.block, 1)[:, : self.q.shape[1]]
         return self.q.float() * each
 
@@ -79,15 +78,12 @@ class ScaledWeight(QuantizedWeight):
         return (round_to(x, self.q.dtype, scale).float() * scale).to(x.dtype)
 
     def apply(self, x: Tensor, matmul: Matmul = F.linear) -> Tensor:
-        """See `QuantizedWeight`."""
         return matmul(self.round_activations(x), self.dequantize().to(x.dtype))
 
     def __getitem__(self, rows: Any) -> Self:
-        """See `QuantizedWeight`."""
         return replace(self, q=self.q[rows], scale=self.scale[rows])
 
     def narrow(self, dim: int, start: int, length: int) -> Self:
-        """See `QuantizedWeight`."""
         if dim == 0:
             return self[start : start + length]
         q, block = self.q[:, start : start + length], self.block
@@ -98,7 +94,6 @@ class ScaledWeight(QuantizedWeight):
         return replace(self, q=q, scale=self.scale[:, start // block : -(-(start + length) // block)])
 
     def joined(self, below: Self) -> Self | None:
-        """See `QuantizedWeight`."""
         same = (self.q.dtype, self.q.shape[1], self.block, self.activations)
         if same != (below.q.dtype, below.q.shape[1], below.block, below.activations):
             return None

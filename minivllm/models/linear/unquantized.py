@@ -17,7 +17,6 @@ class TorchLinear(LinearMethod):
     def create_weights(
         self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """See `LinearMethod`."""
         self.weights = {"weight": empty_weight(outputs, inputs, dtype, device)}
         if bias:
             self.weights["bias"] = torch.empty(outputs, dtype=dtype, device=device)
@@ -30,7 +29,6 @@ class TorchLinear(LinearMethod):
         return self.weights["weight"]
 
     def apply(self, x: Tensor) -> Tensor:
-        """See `LinearMethod`."""
         return F.linear(x, self.weights["weight"], self.weights.get("bias"))
 
 
@@ -59,5 +57,4 @@ class BatchInvariantLinear(TorchLinear):
     capturable = True
 
     def apply(self, x: Tensor) -> Tensor:
-        """See `LinearMethod`."""
         return matmul_by_tiles(x, self.weights["weight"], self.weights.get("bias"))

@@ -75,7 +75,6 @@ class SelfAttentionSpec(TokenMixerSpec):
             raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads equally")
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
-        """See `MixerSpec`."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         parts = {self.q: q, self.k: kv, self.v: kv} if self.qkv is None else {self.qkv: q + 2 * kv}
         gate = {} if self.gate is None else {"gate": LinearSpec(hidden_size, {self.gate: q}, self.qkv_bias)}
@@ -96,19 +95,16 @@ class SelfAttentionSpec(TokenMixerSpec):
         return SplitBlock(local, {"qkv": Split("outputs", pieces), **gate, "o": Split("inputs")})
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """See `MixerSpec`."""
         sinks = {} if self.sinks is None else {self.sinks: (self.num_heads,)}
         return MixerSpec.weight_shapes(self, hidden_size) | sinks
 
     def vectors(self) -> dict[str, int]:
-        """See `MixerSpec`."""
         if not (self.qk_norm and self.learned_qk_norm):
             return {}
         heads = (self.num_heads, self.num_kv_heads) if self.qk_norm_over_projection else (1, 1)
         return {self.q_norm: heads[0] * self.head_dim, self.k_norm: heads[1] * self.head_dim}
 
     def attention_spec(self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> AttentionSpec:
-        """See `TokenMixerSpec`."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -125,7 +121,6 @@ class SelfAttentionSpec(TokenMixerSpec):
         )
 
     def kv_cache_spec(self, block_size: int, dtype_bytes: int) -> KVCacheSpec:
-        """See `TokenMixerSpec`."""
         kind = "full"
         if self.sliding_window is not None:
             kind = "sliding_window"
@@ -181,7 +176,6 @@ class SelfAttention(Mixer):
         return self.o(out if self.gate is None else out * torch.sigmoid(self.gate(x)))
 
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
-        """See `Mixer`."""
         yield from Mixer.targets(self)
         if self.spec.sinks is not None and self.sinks is not None:
             yield self.spec.sinks, self._load_sinks

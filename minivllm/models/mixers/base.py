@@ -40,7 +40,7 @@ class MixerSpec(ABC):
         """What a rank computes of the block.
 
         Raises:
-            ValueError: it cannot be split, or not among so many ranks; says why.
+            ValueError: it cannot be split, or not among this many ranks; says why.
         """
         raise ValueError(f"{type(self).__name__.removesuffix('Spec')} cannot be split among ranks (tensor parallelism)")
 

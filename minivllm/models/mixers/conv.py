@@ -20,7 +20,6 @@ class ShortConvSpec(StateMixerSpec):
     bias: bool = False
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
-        """See `MixerSpec`."""
         into, out = {f"{self.prefix}in_proj": 3 * hidden_size}, {f"{self.prefix}out_proj": hidden_size}
         return {
             "in_proj": LinearSpec(hidden_size, into, self.bias),
@@ -28,12 +27,10 @@ class ShortConvSpec(StateMixerSpec):
         }
 
     def extra_shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `StateMixerSpec`."""
         bias: dict[str, tuple[int, ...]] = {"conv.bias": (self.channels,)} if self.bias else {}
         return {"conv.weight": (self.channels, 1, self.kernel)} | bias
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """See `StateMixerSpec`."""
         return ((self.kernel - 1, self.channels),)
 
 
@@ -44,7 +41,6 @@ class ShortConv(StateMixer):
     capturable = True
 
     def mix(self, u: Tensor, views: list[StateView], where: Sequences) -> Tensor:
-        """See `StateMixer`."""
         B, C, x = u.chunk(3, 1)
         weights = self.wide["conv.weight"], self.wide.get("conv.bias")
         return self.ops.states.conv(x, *weights, views[0], where, gates=(B, C))

@@ -40,19 +40,16 @@ class DeltaNetSpec(StateMixerSpec):
         return 2 * self.num_k_heads * self.k_dim + self.num_v_heads * self.v_dim
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
-        """See `MixerSpec`."""
         values = self.num_v_heads * self.v_dim
         into = {f"{self.prefix}in_proj_qkvz": self.channels + values, f"{self.prefix}in_proj_ba": 2 * self.num_v_heads}
         out = LinearSpec(values, {f"{self.prefix}out_proj": hidden_size})
         return {"in_proj": LinearSpec(hidden_size, into), "out_proj": out}
 
     def extra_shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `StateMixerSpec`."""
         heads, conv = (self.num_v_heads,), (self.channels, 1, self.kernel)
         return {"conv1d.weight": conv, "A_log": heads, "dt_bias": heads, "norm.weight": (self.v_dim,)}
 
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """See `StateMixerSpec`."""
         return (self.kernel - 1, self.channels), (self.num_v_heads, self.k_dim, self.v_dim)
 
 
@@ -72,12 +69,10 @@ class DeltaNet(StateMixer):
         self.rates = torch.empty(0)
 
     def process_weights_after_loading(self) -> None:
-        """See `Mixer`."""
         StateMixer.process_weights_after_loading(self)
         self.rates = -self.wide["A_log"].exp()
 
     def mix(self, u: Tensor, views: list[StateView], where: Sequences) -> Tensor:
-        """See `StateMixer`."""
         s, w, ops, heads = self.spec, self.wide, self.ops.states, self.spec.num_v_heads
         qkv, z, b, a = u.split((s.channels, heads * s.v_dim, heads, heads), 1)
         qkv = ops.conv(qkv, w["conv1d.weight"], None, views[0], where)

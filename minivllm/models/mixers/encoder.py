@@ -25,7 +25,6 @@ class EncoderAttentionSpec(SelfAttentionSpec):
         return replace(spec, causal=False, sliding_window=None)
 
     def kv_cache_spec(self, block_size: int, dtype_bytes: int) -> KVCacheSpec:
-        """See `TokenMixerSpec`."""
         return KVCacheSpec("encoder_only", block_size, self.num_kv_heads, self.head_dim, None, dtype_bytes)
 
 

@@ -50,7 +50,6 @@ class LatentAttentionSpec(TokenMixerSpec):
         return self.nope_dim + self.rope_dim
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
-        """See `MixerSpec`."""
         latent, q = {"self_attn.kv_a_proj_with_mqa": self.rank + self.rope_dim}, self.num_heads * self.head_dim
         o = LinearSpec(self.num_heads * self.v_dim, {"self_attn.o_proj": hidden_size}, self.bias)
         if self.q_rank is None:
@@ -65,12 +64,10 @@ class LatentAttentionSpec(TokenMixerSpec):
         return SplitBlock(local, {"q": Split("outputs"), "o": Split("inputs")})
 
     def vectors(self) -> dict[str, int]:
-        """See `MixerSpec`."""
         q = {} if self.q_rank is None else {"self_attn.q_a_layernorm": self.q_rank}
         return q | {"self_attn.kv_a_layernorm": self.rank}
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """See `MixerSpec`."""
         expand = {"self_attn.kv_b_proj.weight": (self.num_heads * (self.nope_dim + self.v_dim), self.rank)}
         return MixerSpec.weight_shapes(self, hidden_size) | expand
 
@@ -81,7 +78,6 @@ class LatentAttentionSpec(TokenMixerSpec):
         return AttentionSpec(**sizes, **how, value_dim=self.rank)
 
     def kv_cache_spec(self, block_size: int, dtype_bytes: int) -> KVCacheSpec:
-        """See `TokenMixerSpec`."""
         return KVCacheSpec("latent", block_size, 1, self.rank + self.rope_dim, None, dtype_bytes)
 
 
@@ -132,7 +128,6 @@ class LatentAttention(Mixer):
         mine.copy_(tensor.narrow(0, self.share.rank * len(mine), len(mine)))
 
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
-        """See `Mixer`."""
         yield from Mixer.targets(self)
         yield "self_attn.kv_b_proj.weight", self._load_expand
         for name, norm in (("q_a_layernorm", self.q_norm), ("kv_a_layernorm", self.kv_norm)):

@@ -50,7 +50,6 @@ class Mamba1Spec(StateMixerSpec):
         return {name: LinearSpec(i, {f"{self.prefix}{name}": o}, bias) for name, (i, o, bias) in shapes.items()}
 
     def extra_shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `StateMixerSpec`."""
         channels: tuple[int, ...] = (self.channels,)
         shapes = {"conv1d.weight": (*channels, 1, self.kernel), "A_log": (*channels, self.state_size), "D": channels}
         shapes |= {"dt_proj.bias": channels} | ({"conv1d.bias": channels} if self.conv_bias else {})
@@ -81,12 +80,10 @@ class Mamba1(StateMixer):
         self.A = torch.empty(0)
 
     def process_weights_after_loading(self) -> None:
-        """See `Mixer`."""
         StateMixer.process_weights_after_loading(self)
         self.A = -self.wide["A_log"].T.exp().contiguous()
 
     def mix(self, u: Tensor, views: list[StateView], where: Sequences) -> Tensor:
-        """See `StateMixer`."""
         s, w, ops = self.spec, self.wide, self.ops.states
         x, z = u.chunk(2, 1)
         x = ops.conv(x, w["conv1d.weight"], w.get("conv1d.bias"), views[0], where)

@@ -56,13 +56,11 @@ class Mamba2Spec(StateMixerSpec):
         return self.inner + 2 * self.num_groups * self.state_size
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
-        """See `MixerSpec`."""
         into = {f"{self.prefix}in_proj": self.inner + self.channels + self.num_heads}
         out = {f"{self.prefix}out_proj": hidden_size}
         return {"in_proj": LinearSpec(hidden_size, into, self.bias), "out_proj": LinearSpec(self.inner, out, self.bias)}
 
     def extra_shapes(self) -> dict[str, tuple[int, ...]]:
-        """See `StateMixerSpec`."""
         shapes: dict[str, tuple[int, ...]] = {"conv1d.weight": (self.channels, 1, self.kernel)}
         shapes |= {name: (self.num_heads,) for name in ("A_log", "D", "dt_bias")}
         if self.conv_bias:
@@ -91,12 +89,10 @@ class Mamba2(StateMixer):
         self.A, self.limits = torch.empty(0), torch.tensor(spec.dt_limit, device=builder.device)
 
     def process_weights_after_loading(self) -> None:
-        """See `Mixer`."""
         StateMixer.process_weights_after_loading(self)
         self.A = -self.wide["A_log"].exp()
 
     def mix(self, u: Tensor, views: list[StateView], where: Sequences) -> Tensor:
-        """See `StateMixer`."""
         s, w, ops = self.spec, self.wide, self.ops.states
         z, xBC, dt = u.split((s.inner, s.channels, s.num_heads), 1)
         xBC = ops.conv(xBC, w["conv1d.weight"], w.get("conv1d.bias"), views[0], where)

@@ -46,7 +46,6 @@ class GatedMLPSpec(MixerSpec):
         check_mlp(self.intermediate_size, self.activation)
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
-        """See `MixerSpec`."""
         inner = self.intermediate_size
         parts = {self.gate: inner, self.up: inner} if self.gate_up is None else {self.gate_up: 2 * inner}
         return {
@@ -102,7 +101,6 @@ class MLPSpec(MixerSpec):
         check_mlp(self.intermediate_size, self.activation)
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
-        """See `MixerSpec`."""
         return {
             "up": LinearSpec(hidden_size, {self.up: self.intermediate_size}, self.bias),
             "down": LinearSpec(self.intermediate_size, {self.down: hidden_size}, self.bias),
@@ -146,7 +144,6 @@ class ClampedMLP(GatedMLP):
         return self.compute(x, self.gate_up, self.down)
 
     def compute(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> Tensor:
-        """See `GatedMLP`."""
         gate, up = gate_up(x).chunk(2, -1)
         limit = self.spec.limit
         return down((up.clamp(-limit, limit) + 1) * self.ops.activate(gate.clamp(max=limit), self.activation))

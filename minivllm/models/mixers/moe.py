@@ -144,7 +144,6 @@ class MoESpec(MixerSpec):
         return router | gate
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """See `MixerSpec`."""
         shapes = MixerSpec.weight_shapes(self, hidden_size)
         if self.router.correction is not None:
             shapes[self.router.correction] = (self.num_experts,)
@@ -298,11 +297,9 @@ class MoE(Mixer):
         return [*self.experts, *([] if self.shared is None else [self.shared])]
 
     def linears(self) -> list[Linear]:
-        """See `Mixer`."""
         return [*Mixer.linears(self), *(linear for block in self._blocks() for linear in block.linears())]
 
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
-        """See `Mixer`."""
         yield from Mixer.targets(self)  # of `linears`
         if self.spec.router.correction is not None:
             assert self.correction is not None

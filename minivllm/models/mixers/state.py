@@ -37,17 +37,14 @@ class StateMixerSpec(TokenMixerSpec):
         """Name and shape of the weights that are no linear layer's."""
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
-        """See `MixerSpec`."""
         extra = {self.prefix + name: shape for name, shape in self.extra_shapes().items()}
         return MixerSpec.weight_shapes(self, hidden_size) | extra
 
     def attention_spec(self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None) -> MambaSpec:
-        """See `TokenMixerSpec`."""
         shapes = self.state_shapes()
         return MambaSpec(shapes=shapes, dtypes=(torch.float32,) * len(shapes), block_size=block_size, dtype=dtype)
 
     def kv_cache_spec(self, block_size: int, dtype_bytes: int) -> KVCacheSpec:
-        """See `TokenMixerSpec`."""
         size = self.attention_spec(block_size, torch.float32, None).num_bytes
         return KVCacheSpec("state", block_size, 1, size, None, 1)
 
@@ -79,13 +76,11 @@ class StateMixer(Mixer):
         """
 
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
-        """See `Mixer`."""
         yield from Mixer.targets(self)
         for name, weight in self.extra.items():
             yield self.spec.prefix + name, weight.copy_
 
     def process_weights_after_loading(self) -> None:
-        """See `Mixer`."""
         wide = {name: weight.float() for name, weight in self.extra.items()}
         self.wide = {name: w[:, 0].T.contiguous() if w.dim() == 3 else w for name, w in wide.items()}
 
@@ -115,7 +110,6 @@ class NoMLPSpec(MixerSpec):
     """Of a layer that has no MLP."""
 
     def linears(self, hidden_size: int) -> dict[str, Any]:
-        """See `MixerSpec`."""
         return {}
 
 

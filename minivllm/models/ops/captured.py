@@ -83,7 +83,7 @@ class _OnlyKernels(TorchDispatchMode):
         raise NotCapturable(f"torch computes {name}, which is no kernel of ours")
 
 
-MOST_ROWS = 64
+MOST_ROWS = 128
 """Tokens of a step that is captured, at most. For more, Python's share is small."""
 
 

@@ -66,7 +66,6 @@ class NumbaCPUOps(TorchOps):
     capturable = True
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `LayerOps`."""
         if x.dtype != weight.dtype or x.dtype not in BITS:
             return super().add_rms_norm(x, residual, weight, eps)
         x = x.contiguous()
@@ -77,7 +76,6 @@ class NumbaCPUOps(TorchOps):
         return out, stream
 
     def add_into(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
-        """See `LayerOps`."""
         if x.dtype not in BITS:
             return TorchOps.add_into(self, x, residual, out)
         x, (rows, size) = x.contiguous(), x.shape
@@ -96,7 +94,6 @@ class NumbaCPUOps(TorchOps):
         rotation: Rotation | None,
         backend: AttentionBackend,
     ) -> Tensor:
-        """See `LayerOps`."""
         known = qk_norm is None or (type(qk_norm) is QKNorm and qk_norm.weight.dtype == qkv.dtype)
         if not known or rotation is None or rotation.rope.spec.dim != head_dim or qkv.dtype not in BITS:
             sizes = {"num_heads": num_heads, "head_dim": head_dim}
@@ -114,7 +111,6 @@ class NumbaCPUOps(TorchOps):
         return q
 
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:
-        """See `LayerOps`."""
         if activation not in ("silu", "swish") or x.dtype not in BITS:
             return TorchOps.gated_linear(self, x, gate_up, activation)
         both = gate_up(x).contiguous()
@@ -125,7 +121,6 @@ class NumbaCPUOps(TorchOps):
         return out
 
     def moe_permute(self, x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """See `LayerOps`."""
         if x.dtype not in BITS:
             return TorchOps.moe_permute(self, x, ids, num_experts)
         (tokens, top_k), size, x, ids = ids.shape, x.shape[1], x.contiguous(), ids.contiguous()
@@ -138,7 +133,6 @@ class NumbaCPUOps(TorchOps):
         return out, places, counts[0]
 
     def moe_unpermute(self, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        """See `LayerOps`."""
         if rows.dtype not in BITS:
             return TorchOps.moe_unpermute(self, rows, places, weights)
         (tokens, top_k), size = weights.shape, rows.shape[1]
@@ -157,5 +151,4 @@ class NumbaCPUOps(TorchOps):
         return ids, ids >= 0
 
     def capture(self, model: Module, run: Callable[[Tensor, ForwardContext], Tensor]) -> CapturedSteps | None:
-        """See `LayerOps`."""
         return CapturedCPUSteps(model, run)

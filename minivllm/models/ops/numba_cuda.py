@@ -25,7 +25,6 @@ class NumbaCudaOps(TorchOps):
     capturable = True
 
     def add_rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `LayerOps`."""
         size = x.shape[-1]
         if weight.dtype != x.dtype or size % 8 or size > 16384:
             return super().add_rms_norm(x, residual, weight, eps)

@@ -23,7 +23,6 @@ class NumbaCudaStateOps(StateOps):
     capturable = True
 
     def run_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, states: StateView, where: Sequences) -> Tensor:
-        """See `StateOps`."""
         if states.place is None:
             return StateOps.run_conv(self, x, weight, bias, states, where)
         bias = torch.zeros(x.shape[1], device=x.device) if bias is None else bias
@@ -42,7 +41,6 @@ class NumbaCudaStateOps(StateOps):
     def run_selective(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, states: StateView, where: Sequences
     ) -> Tensor:
-        """See `StateOps`."""
         if states.place is None:
             return StateOps.run_selective(self, x, dt, A, B, C, D, states, where)
         out: Tensor = cuda_kernels().selective(x, dt, A, B, C, D, *_cache(states, where))
@@ -51,7 +49,6 @@ class NumbaCudaStateOps(StateOps):
     def run_delta(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: StateView, where: Sequences
     ) -> Tensor:
-        """See `StateOps`."""
         if states.place is None or v.shape[2] > 1024:
             return StateOps.run_delta(self, q, k, v, decay, beta, states, where)
         out: Tensor = cuda_kernels().delta(q, k, v, decay, beta, *_cache(states, where))

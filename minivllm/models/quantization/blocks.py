@@ -114,7 +114,6 @@ class GGUFBlocks(Format):
     kinds = tuple(f".weight.{name}" for name in BLOCKS)
 
     def decode(self, parts: Parts) -> Mapping[str, Value]:
-        """See `Format`."""
         ((kind, _),) = parts.tensors.items()
         size, decode = BLOCKS[kind.rpartition(".")[2]]
         rows = parts.need(kind, torch.uint8)

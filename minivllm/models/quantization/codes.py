@@ -25,7 +25,6 @@ class BitsAndBytes(Format):
     )  # fmt: skip
 
     def decode(self, parts: Parts) -> Mapping[str, Value]:
-        """See `Format`."""
         states = [kind for kind in parts.tensors if kind.startswith(".weight.quant_state")]
         if ".SCB" in parts.tensors or not states and parts.tensors.keys() <= {".weight", ".weight_format"}:
             return {".weight": _eight(parts)}

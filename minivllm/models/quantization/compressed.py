@@ -69,7 +69,6 @@ class CompressedTensors(Format):
         raise ValueError(f"quantization_config: no group of config_groups has {module!r}, which is quantized")
 
     def decode(self, parts: Parts) -> Mapping[str, Value]:
-        """See `Format`."""
         scheme = self.scheme(parts.module)
         weights, activations = scheme["weights"], scheme.get("input_activations")
         kind = scheme.get("format") or self.config["format"]
@@ -186,6 +185,5 @@ class FP8Checkpoint(Format):
             )
 
     def decode(self, parts: Parts) -> Mapping[str, Value]:
-        """See `Format`."""
         how = "group" if self.block else "static" if self.static else "token"
         return {".weight": scaled(parts, FP8, ".weight_scale_inv" if self.block else ".weight_scale", self.block, how)}

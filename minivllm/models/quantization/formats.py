@@ -211,7 +211,6 @@ class GPTQ(Format):
         self.group = config.get("group_size", -1)
 
     def decode(self, parts: Parts) -> Mapping[str, Value]:
-        """See `Format`."""
         words = parts.need(".qweight", torch.int32)
         q = unpack_words(words, self.bits, 0).T.contiguous()
         outputs, inputs = q.shape
@@ -251,7 +250,6 @@ class AWQ(Format):
         self.group = config.get("group_size", -1)
 
     def decode(self, parts: Parts) -> Mapping[str, Value]:
-        """See `Format`."""
         q = unpack_words(parts.need(".qweight", torch.int32), 4, 1, AWQ_ORDER).T.contiguous()
         outputs, inputs = q.shape
         groups = parts.groups(".scales", inputs, self.group)

@@ -28,10 +28,9 @@ class WatchedLinear(LinearMethod):
 
     def create_weights(self, *args: object, **kwargs: object) -> None:
         """See `LinearMethod`. The weights are the inner method's."""
-        raise TypeError("WatchedLinear has no weights of its own")
+        raise TypeError("WatchedLinear has no weights")
 
     def process_weights_after_loading(self) -> None:
-        """See `LinearMethod`."""
         self.inner.process_weights_after_loading()
 
     @property
@@ -39,7 +38,6 @@ class WatchedLinear(LinearMethod):
         return self.inner.weight
 
     def apply(self, x: Tensor) -> Tensor:
-        """See `LinearMethod`."""
         rows = x.float().cpu()
         self.hessian.addmm_(rows.T, rows)
         self.tokens += len(rows)

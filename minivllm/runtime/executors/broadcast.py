@@ -43,7 +43,7 @@ class Ring:
 
     @classmethod
     def size(cls, readers: int) -> int:
-        """Bytes of memory for so many readers."""
+        """Bytes of memory for this many readers."""
         return 8 * readers + cls.SLOTS * cls.BYTES
 
     def has_room(self) -> bool:
@@ -69,7 +69,7 @@ _HEAD = struct.Struct("<qq")
 
 
 def receive_exactly(sock: socket.socket, count: int) -> bytes:
-    """So many bytes. Raises EOFError if the other end is gone."""
+    """`count` bytes. Raises EOFError if the other end is gone."""
     parts = []
     while count:
         try:

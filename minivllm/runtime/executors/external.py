@@ -3,16 +3,16 @@
 # Generated from nbs/runtime/executors/external.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from minivllm.core.config import EngineConfig, KVCacheConfig
+from minivllm.core.config import EngineConfig
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
-from minivllm.runtime.executor import EnginePlan, PendingStep, pass_on, with_memory
+from minivllm.runtime.executor import EnginePlan, ExecutorBase, PendingStep, one_rank, with_memory
 from minivllm.runtime.executors.worker import Launch, Worker, use_loopback
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
@@ -58,7 +58,7 @@ def same_everywhere(what: str, value: Any) -> None:
         )
 
 
-class ExternalExecutor:
+class ExternalExecutor(ExecutorBase):
     """Runs one rank of a model in this process. A process group that the program has made is used, and left.
 
     Args:
@@ -97,10 +97,6 @@ class ExternalExecutor:
             measured = None if None in found else min(found)
         return with_memory(plan, measured).config
 
-    @property
-    def kv_cache_config(self) -> KVCacheConfig:
-        return self.config.kv_cache
-
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         args = self.config.args
         result, samples = self.worker.execute_model(output, self._tokens)
@@ -125,27 +121,9 @@ class ExternalExecutor:
     def explain(self, record: SampleRecord, tokenizer: Any = None, top: int = 5) -> "pd.DataFrame":
         return self.worker.explain(record, tokenizer is not None, top)
 
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        non_block: bool = False,
-    ) -> Any:
-        """See `Executor`; the result of this process's rank alone."""
-        result, future = self.worker.call(method, args, kwargs or {}), Future[list[Any]]()
-        if isinstance(result, Future):
-            result.add_done_callback(lambda done: pass_on(done, future))
-        else:
-            future.set_result([result])
-        return future if non_block else future.result(timeout)
-
-    def check_health(self) -> None:
-        """There is nothing here that could fail by itself."""
-
-    def register_failure_callback(self, callback: Callable[[], None]) -> None:
-        """It will not be called: a rank that is gone is an error of the next step."""
+    def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Future[list[Any]]":
+        """On this process's rank alone."""
+        return one_rank(self.worker.call(method, args, kwargs))
 
     def shutdown(self) -> None:
         if self.worker.runner is not None:

@@ -21,9 +21,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
-from minivllm.runtime.executor import EnginePlan, PendingStep, with_memory
+from minivllm.runtime.executor import EnginePlan, ExecutorBase, PendingStep, with_memory
 from minivllm.runtime.executors.broadcast import Broadcast, Frames, Ring, unnamed_file
 from minivllm.runtime.executors.worker import Launch
 from minivllm.runtime.machine import cpu_quota
@@ -356,7 +355,7 @@ def start_workers(size: int, device: str) -> Workers:
     return workers
 
 
-class MultiprocExecutor:
+class MultiprocExecutor(ExecutorBase):
     """Runs the model in worker processes, one for each rank.
 
     Args:
@@ -380,15 +379,11 @@ class MultiprocExecutor:
         try:
             measured = self.workers.call("load_model", [plan.config, plan.machine], fatal=True).result()
             smallest = None if None in measured else min(measured)
-            self.config: EngineConfig = with_memory(plan, smallest).config
+            self.config = with_memory(plan, smallest).config
             self.workers.call("initialize", [self.config], fatal=True).result()
         except BaseException:
             self.workers.close(0.0)
             raise
-
-    @property
-    def kv_cache_config(self) -> KVCacheConfig:
-        return self.config.kv_cache
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         return self.submit(output).result()
@@ -419,16 +414,8 @@ class MultiprocExecutor:
         arguments = [record, tokenizer is not None, top]
         return self.workers.call("explain", arguments, ranks=[self.output_rank]).result()[0]
 
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        non_block: bool = False,
-    ) -> Any:
-        future = self.workers.call(method, args, kwargs)
-        return future if non_block else future.result(timeout)
+    def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Future[list[Any]]":
+        return self.workers.call(method, args, kwargs)
 
     def check_health(self) -> None:
         self.workers.check()

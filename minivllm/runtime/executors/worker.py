@@ -1,4 +1,4 @@
-"""A rank of an engine in a process of its own."""
+"""A rank of an engine in a separate process."""
 
 # Generated from nbs/runtime/executors/worker.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -68,7 +68,8 @@ class BlockMap {
     if (this.header.groups.length > 1) labels[kinds.push([Look.ELSEWHERE, "free"]) - 1] = "of another group";
     if (this.header.states.length) labels[kinds.push([Look.STATE, "owner-0"]) - 1] = "a state, overwritten by every step";
     if (this.header.media !== null) labels[kinds.push([Look.USED, "owner-0", true]) - 1] = "holds tokens of a picture or clip";
-    this.swatches = kinds.map(([look, name, media]) => swatch(14, 14, (c) => this.paintSwatch(c, look, name, media)));
+    if (this.header.fetched) labels[kinds.push([Look.USED, "owner-0", false, true]) - 1] = "came from elsewhere";
+    this.swatches = kinds.map(([look, name, media, fetched]) => swatch(14, 14, (c) => this.paintSwatch(c, look, name, media, fetched)));
     this.legend = makeLegend(this.swatches.map((canvas, i) => ({ label: labels[i], swatch: canvas })));
     this.select = h("select", { class: "mv-select", "aria-label": "request whose block table is shown", onchange: () => this.choose(this.select.value || null), onpointerdown: () => this.fillSelect(), onfocus: () => this.fillSelect() });
     this.about = h("span", { class: "mv-muted" });
@@ -95,9 +96,9 @@ class BlockMap {
     this.card.body.append(this.legend.element, this.layout);
   }
 
-  paintSwatch(c, look, name, media) {
+  paintSwatch(c, look, name, media, fetched) {
     const n = 13;
-    const bits = mask(look, n, media);
+    const bits = mask(look, n, media, fetched);
     c.fillStyle = this.context.colour(name);
     for (let i = 0; i < bits.length; i++) if (bits[i]) c.fillRect(i % n, Math.floor(i / n), 1, 1);
   }
@@ -177,7 +178,8 @@ class BlockMap {
 
   tell() {
     const [used, shared, cached, free] = this.counts;
-    this.card.say(`step ${this.cursor.step}: ${used + shared} blocks in use, ${shared} of them shared, ${cached} cached, ${free} free`);
+    const fetched = this.header.fetched ? `, ${this.fetched} came from elsewhere` : "";
+    this.card.say(`step ${this.cursor.step}: ${used + shared} blocks in use, ${shared} of them shared, ${cached} cached, ${free} free${fetched}`);
   }
 
   draw() {
@@ -208,7 +210,8 @@ class BlockMap {
     const paint = (id) => {
       const [look, name] = lookOf(fold, id, group, header);
       const media = header.media !== null && ![Look.NULL, Look.ELSEWHERE, Look.STATE].includes(look) && mediaIn(fold, this.lexicon, id) !== "";
-      grid.paint(id, look, name, mine !== null && !mine.has(id) && [Look.USED, Look.SHARED, Look.STATE].includes(look), media);
+      const fetched = fold.fetched[id] === 1 && [Look.USED, Look.SHARED, Look.CACHED].includes(look);
+      grid.paint(id, look, name, mine !== null && !mine.has(id) && [Look.USED, Look.SHARED, Look.STATE].includes(look), media, fetched);
     };
     if (fold.all) {
       for (const id of pane.shown) paint(id);
@@ -231,15 +234,18 @@ class BlockMap {
   }
 
   count() {
-    const { ref, name } = this.fold;
+    const { ref, name, fetched } = this.fold;
     let used = 0, shared = 0, cached = 0;
+    this.fetched = 0;
     for (let id = 1; id < ref.length; id++) {
+      if (fetched[id] && (ref[id] || name[id] >= 0)) this.fetched++;
       if (ref[id] === 1) used++;
       else if (ref[id] > 1) shared++;
       else if (name[id] >= 0) cached++;
     }
     this.counts = [used, shared, cached, ref.length - 1 - used - shared - cached];
-    this.legend.update([...this.counts.map((n) => n.toLocaleString("en")), ...Array(this.swatches.length - this.counts.length).fill("")]);
+    this.legend.update([...this.counts.map((n) => n.toLocaleString("en")), ...Array(this.swatches.length - this.counts.length - (this.header.fetched ? 1 : 0)).fill(""),
+      ...(this.header.fetched ? [this.fetched.toLocaleString("en")] : [])]);
   }
 
   // ---- the block table of one request
@@ -281,6 +287,7 @@ class BlockMap {
     if (!its) this.about.textContent = "not here at this step: not yet arrived, or finished";
     else if (swapped) this.about.textContent = `swapped out: ${swapped} blocks in the swap pool`;
     else if (!blocks) this.about.textContent = "waiting, holds no blocks";
+    else if (its.status === "WAITING_FOR_REMOTE_KVS" && !its.computed) this.about.textContent = `waits for its blocks, ${blocks} of them, which come from elsewhere`;
     else this.about.textContent = `${its.computed} tokens computed, in ${blocks} block${blocks === 1 ? "" : "s"}; ${blocks > MANY ? "hover over one to see where it lies" : "arrows lead from logical to physical"}`;
     for (const strip of this.strips) this.paintStrip(strip);
   }

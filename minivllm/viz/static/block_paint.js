@@ -7,8 +7,8 @@ const LOOKS = Object.keys(Look).length;
 
 // Which pixels of a square of `n` have the look's colour: used is full, shared has a hole, cached is an outline,
 // free is a dot, the null block a cross, a block of another group two corners, a state a disc. With tokens of pictures and
-// the like (`media`) the lower right corner is missing.
-export function mask(look, n, media = false) {
+// the like (`media`) the lower right corner is missing; the upper left one, if the content came from elsewhere (`fetched`).
+export function mask(look, n, media = false, fetched = false) {
   const bits = new Uint8Array(n * n);
   const set = (inside) => {
     for (let y = 0; y < n; y++) for (let x = 0; x < n; x++) if (inside(x, y)) bits[y * n + x] = 1;
@@ -25,6 +25,7 @@ export function mask(look, n, media = false) {
   else if (look === Look.STATE) set((x, y) => (2 * x + 1 - n) ** 2 + (2 * y + 1 - n) ** 2 <= n * n);
   else if (look === Look.ELSEWHERE) set((x, y) => (x < line || y < line) && x + y < n / 2);
   if (media) for (let y = 0; y < n; y++) for (let x = 0; x < n; x++) if (x + y > 1.45 * n) bits[y * n + x] = 0;
+  if (fetched) for (let y = 0; y < n; y++) for (let x = 0; x < n; x++) if (x + y < 0.42 * n) bits[y * n + x] = 0;
   return bits;
 }
 
@@ -51,7 +52,8 @@ export class Grid {
     this.context = canvas.getContext("2d");
     this.image = this.context.createImageData(canvas.width, canvas.height);
     this.pixels = new Uint32Array(this.image.data.buffer);
-    this.masks = [false, true].flatMap((media) => Object.values(Look).map((look) => mask(look, this.inner, media)));
+    const marks = [[false, false], [true, false], [false, true], [true, true]];
+    this.masks = marks.flatMap(([media, fetched]) => Object.values(Look).map((look) => mask(look, this.inner, media, fetched)));
     this.stamps = new Map();
   }
 
@@ -74,11 +76,11 @@ export class Grid {
     return stamp;
   }
 
-  // Paint one block into the image; `show` puts it on the screen. media: see `mask`.
-  paint(block, look, name, ghost, media = false) {
+  // Paint one block into the image; `show` puts it on the screen. media, fetched: see `mask`.
+  paint(block, look, name, ghost, media = false, fetched = false) {
     const place = this.place[block];
     if (place < 0) return;
-    const stamp = this.stamp(look + (media ? LOOKS : 0), name, ghost);
+    const stamp = this.stamp(look + LOOKS * (media + 2 * fetched), name, ghost);
     const { inner, pitch } = this;
     const width = this.columns * pitch;
     let to = Math.floor(place / this.columns) * pitch * width + (place % this.columns) * pitch;

@@ -73,7 +73,7 @@ export function look(fold, lexicon, block) {
   if (block === 0) return { words: "the null block: never owned, stands for blocks that a window left behind", holders: [], name: -1, tokens: null, media: "" };
   const group = fold.group[block];
   const isState = lexicon.header.states.includes(group);
-  const holders = fold.holders(block).map((request) => {
+  const holders = fold.holders(block).filter((request) => fold.requests.has(request)).map((request) => {
     const its = fold.requests.get(request);
     const position = its.tables[group].indexOf(block);
     const last = its.tables[group].length - 1; // a table of a single state says nothing of where its tokens end
@@ -83,13 +83,19 @@ export function look(fold, lexicon, block) {
   let words = "free";
   let tokens = null;
   const media = isState ? "" : mediaIn(fold, lexicon, block);
-  if (holders.length) {
+  if (fold.ref[block] && !holders.length) {
+    words = `kept for a copy, after the end of request ${lexicon.names[fold.owner[block]]}`;
+  } else if (holders.length) {
     words = holders.length > 1 ? `shared by ${holders.length} requests` : "in use";
     if (isState) words += `, ${stateAfter(size, holders[0])}`;
     else tokens = lexicon.tokens(holders[0].request, holders[0].position, Math.max(...holders.map((its) => its.filled)));
   } else if (name >= 0) {
     words = isState ? `free, a checkpoint: ${stateAfter(size, { position: lexicon.origins.position(name), filled: size, end: Infinity })}` : "free, holds cached tokens";
     if (!isState) tokens = lexicon.tokens(lexicon.origins.request(name), lexicon.origins.position(name), size);
+  }
+  if (fold.fetched[block] && (fold.ref[block] || name >= 0)) {
+    const its = holders.length === 1 ? fold.requests.get(holders[0].request) : null;
+    words += its?.status === "WAITING_FOR_REMOTE_KVS" && !its.computed ? ", being fetched from elsewhere" : ", content came from elsewhere";
   }
   return { words, holders, name, tokens, group, isState, media };
 }
@@ -98,7 +104,7 @@ export function look(fold, lexicon, block) {
 export function mediaIn(fold, lexicon, block) {
   if (fold.ref[block]) {
     const [request] = fold.holders(block);
-    return request === undefined ? "" : lexicon.mediaOf(request, fold.requests.get(request).tables[fold.group[block]].indexOf(block));
+    return !fold.requests.has(request) ? "" : lexicon.mediaOf(request, fold.requests.get(request).tables[fold.group[block]].indexOf(block));
   }
   const name = fold.name[block];
   return name < 0 ? "" : lexicon.mediaOf(lexicon.origins.request(name), lexicon.origins.position(name));
@@ -143,9 +149,13 @@ export function decision({ kind, request, tokens, why }, lexicon) {
     const room = `room for ${count(tokens, "token")} in this step`;
     if (why === "WAITING") return `${who} was admitted, with ${room}`;
     if (why === "PREEMPTED") return `${who} was admitted again after its preemption, with ${room}`;
+    if (why === "REMOTE") return `${who} waits until it is filled from elsewhere, or is to compute it afterwards`;
     if (why === "SWAPPED") return `${who} came back from the swap pool`;
     return tokens ? `${who} ran on and needed ${room}` : `${who} ran on, and lost the block again in the same step`;
   }
+  if (kind === "kv_load") return `a KV connector has these tokens of ${who}: nothing is computed`;
+  if (kind === "kv_keep") return `${who} ended, and a KV connector was copying`;
+  if (kind === "kv_release") return `the copy for ${who} has ended`;
   if (kind === "hit") return `${who} was admitted and found these tokens cached`;
   if (kind === "cache") return "the block was full: its tokens can be found and reused";
   if (kind === "uncache") return "the step that was to fill it was not run";
@@ -153,7 +163,7 @@ export function decision({ kind, request, tokens, why }, lexicon) {
   if (kind === "evict") return `${why ? `${name(why.request)} needed a block` : "a block was needed"}, and no empty one was left`;
   if (why?.kind === "finish") return `${who} ended (${lexicon.strings[why.reason]})`;
   if (why?.kind !== "preempt") return `the admission of ${who} was taken back`;
-  const cause = { policy_error: "the policy failed", reset_prefix_cache: "the prefix cache was reset" }[lexicon.strings[why.chosen_by]];
+  const cause = { policy_error: "the policy failed", reset_prefix_cache: "the prefix cache was reset", kv_load_failure: "blocks could not be fetched", step_failed: "a step failed" }[lexicon.strings[why.chosen_by]];
   if (cause) return `${who} was preempted (${why.mode}): ${cause}`;
   const needed = why.needed_by === request ? "it needed blocks itself and none were free" : `${name(why.needed_by)} needed blocks and none were free`;
   return `${who} was preempted (${why.mode}, chosen by ${lexicon.strings[why.chosen_by]}): ${needed}`;

@@ -88,7 +88,7 @@ const READ = {
   },
 };
 
-const LOOKS = ["ref", "name", "owner", "group"]; // what a block's look depends on
+const LOOKS = ["ref", "name", "owner", "group", "fetched"]; // what a block's look depends on
 const ARRAYS = [...LOOKS, "cpuOwner", "before", "after"];
 const VALUES = ["names", "numFree", "numCachedFree"];
 const copied = (map, copy) => new Map(Array.from(map, ([key, value]) => [key, copy(value)]));
@@ -105,11 +105,14 @@ export class Fold {
     this.name = new Int32Array(header.num_blocks).fill(-1);
     this.owner = new Int32Array(header.num_blocks).fill(-1); // the oldest request that holds the block
     this.group = new Uint8Array(header.num_blocks); // which one last filled it
+    this.fetched = new Uint8Array(header.num_blocks); // 1: a KV connector has brought what it holds, or is bringing it
+    this.size = header.block_size;
     this.cpuOwner = new Int32Array(header.num_cpu_blocks + 1).fill(-1);
     this.shared = new Map(); // block -> all its holders, where there are several
     this.requests = new Map(); // number -> { status, tables, computed, cpu }
     this.waiting = [];
     this.running = [];
+    this.remote = []; // requests that wait for blocks which are being filled
     this.scheduled = new Map();
     this.before = new Int32Array(header.num_blocks + 1); // the free list, linked in a circle through a last entry that is no block
     this.after = new Int32Array(header.num_blocks + 1);
@@ -170,6 +173,7 @@ export class Fold {
     this.ref.fill(0);
     this.name.fill(-1);
     this.owner.fill(-1);
+    this.fetched.fill(0);
     this.cpuOwner.fill(-1);
     this.shared.clear();
     this.requests.clear();
@@ -195,6 +199,15 @@ export class Fold {
     }
     this.waiting = this.list();
     this.running = this.list();
+    this.remote = this.list();
+    for (let n = this.next(); n > 0; n--) {
+      const r = this.next();
+      for (const block of this.list()) {
+        if (this.ref[block] === 0) mentioned.push(block);
+        this.hold(block, r, 0);
+      }
+    }
+    for (const block of this.list()) this.fetched[block] = 1;
     const free = this.list();
     for (const block of free) this.link(block, this.before[this.end]);
     let given = 0;
@@ -218,7 +231,7 @@ export class Fold {
       shared: copied(this.shared, copiedList),
       requests: copied(this.requests, copiedRequest),
       scheduled: new Map(this.scheduled),
-      queues: [this.waiting.slice(), this.running.slice()],
+      queues: [this.waiting.slice(), this.running.slice(), this.remote.slice()],
       values: VALUES.map((name) => this[name]),
     };
   }
@@ -228,7 +241,7 @@ export class Fold {
     this.shared = copied(saved.shared, copiedList);
     this.requests = copied(saved.requests, copiedRequest);
     this.scheduled = new Map(saved.scheduled);
-    [this.waiting, this.running] = saved.queues.map(copiedList);
+    [this.waiting, this.running, this.remote] = saved.queues.map(copiedList);
     VALUES.forEach((name, i) => { this[name] = saved.values[i]; });
   }
 
@@ -240,10 +253,10 @@ export class Fold {
 
   // Note which blocks look different from what was remembered.
   compare() {
-    const [ref, name, owner, group, cpuOwner] = this.looked;
+    const [ref, name, owner, group, fetched, cpuOwner] = this.looked;
     this.changed = [];
     for (let id = 0; id < ref.length; id++) {
-      if (ref[id] !== this.ref[id] || name[id] !== this.name[id] || owner[id] !== this.owner[id] || group[id] !== this.group[id]) this.changed.push(id);
+      if (ref[id] !== this.ref[id] || name[id] !== this.name[id] || owner[id] !== this.owner[id] || group[id] !== this.group[id] || fetched[id] !== this.fetched[id]) this.changed.push(id);
     }
     this.all = cpuOwner.some((r, id) => r !== this.cpuOwner[id]);
   }
@@ -341,16 +354,21 @@ export class Fold {
     this.waiting.push(request);
   }
 
+  // The list in which requests of a status stand.
+  queue(status) {
+    return { RUNNING: this.running, WAITING_FOR_REMOTE_KVS: this.remote }[status] ?? this.waiting;
+  }
+
   admit({ request, num_computed }) {
-    without(this.waiting, request);
+    without(this.queue(this.request(request).status), request);
     this.running.push(request);
     Object.assign(this.request(request), { status: "RUNNING", computed: num_computed });
   }
 
   preempt({ request, mode }) {
     const its = this.request(request);
-    if (its.status === "RUNNING") {
-      without(this.running, request);
+    if (this.queue(its.status) !== this.waiting) {
+      without(this.queue(its.status), request);
       this.waiting.unshift(request);
     }
     its.status = mode === "swap" ? "SWAPPED" : "PREEMPTED";
@@ -361,12 +379,47 @@ export class Fold {
     const table = this.request(request).tables[group];
     for (const block of blocks) {
       table.push(block);
+      this.fetched[block] = 0;
       if (block) this.take(block, request, group);
     }
   }
 
-  hit(event) {
-    this.alloc(event);
+  hit({ request, group, blocks }) {
+    const table = this.request(request).tables[group];
+    for (const block of blocks) {
+      table.push(block);
+      if (block) this.take(block, request, group);
+    }
+  }
+
+  kv_load({ blocks }) {
+    for (const block of blocks) this.fetched[block] = 1;
+    this.changed.push(...blocks);
+  }
+
+  kv_wait({ request }) {
+    without(this.waiting, request);
+    this.remote.push(request);
+    this.request(request).status = "WAITING_FOR_REMOTE_KVS";
+  }
+
+  kv_arrive({ request, num_computed }) {
+    const its = this.request(request);
+    its.computed = num_computed;
+    for (const block of its.tables.flatMap((table) => table.slice(Math.floor(num_computed / this.size)))) {
+      this.fetched[block] = 0;
+      this.changed.push(block);
+    }
+  }
+
+  // The request ends, and its blocks stay until a copy of them, or into them, has ended.
+  kv_keep({ request }) {
+    const its = this.request(request);
+    its.tables = its.tables.map(() => []);
+  }
+
+  kv_release({ owner, blocks }) {
+    this.releaseAll(blocks, owner);
   }
 
   cache({ blocks, hashes }) {
@@ -428,7 +481,7 @@ export class Fold {
   }
 
   finish({ request }) {
-    without(this.request(request).status === "RUNNING" ? this.running : this.waiting, request);
+    without(this.queue(this.request(request).status), request);
     this.requests.delete(request);
   }
 }
@@ -555,11 +608,11 @@ export class Frames {
       if (at < 0 || !(event.kind in HISTORY)) return;
       const table = fold.request(event.request)?.tables[event.group];
       const name = event.kind === "cache" ? event.hashes[at] : fold.name[block];
-      const position = { alloc: () => table.length + at, hit: () => table.length + at, cache: () => event.positions[at], evict: () => -1 }[event.kind]?.() ?? table.indexOf(block);
+      const position = { alloc: () => table.length + at, hit: () => table.length + at, cache: () => event.positions[at], evict: () => -1, kv_keep: () => -1, kv_release: () => -1 }[event.kind]?.() ?? table.indexOf(block);
       const why = event.kind === "alloc" ? fold.request(event.request).status : null;
-      const row = { step, kind: event.kind, event: HISTORY[event.kind], request: event.request ?? -1, group: event.group ?? -1, position, name, why };
+      const row = { step, kind: event.kind, event: HISTORY[event.kind], request: event.request ?? event.owner ?? -1, group: event.group ?? -1, position, name, why };
       rows.push(row);
-      if (event.kind === "free" || event.kind === "evict") open.push(row);
+      if (["free", "evict", "alloc"].includes(event.kind)) open.push(row);
     };
     let fresh = 0;
     for (let index = 0; index < this.chunks.length; index++) {
@@ -580,14 +633,16 @@ export class Frames {
   }
 }
 
-const HISTORY = { alloc: "allocated", hit: "shared", cache: "cached", uncache: "not filled after all", free: "freed", skip: "left by the window", evict: "evicted" };
+const HISTORY = { alloc: "allocated", hit: "shared", cache: "cached", uncache: "not filled after all", free: "freed", skip: "left by the window", evict: "evicted", kv_load: "fetched",
+  kv_keep: "kept", kv_release: "freed" };
 
 // A request gives its blocks back just before the event that says why; a block is evicted just before a request takes it.
 function explain(open, event) {
   for (const row of open) {
     if (row.kind === "free" && (event.kind === "finish" || event.kind === "preempt") && event.request === row.request) row.why ??= event;
     if (row.kind === "evict" && event.kind === "alloc") row.why ??= event;
+    if (row.kind === "alloc" && event.kind === "kv_wait" && event.request === row.request) row.why = "REMOTE";
   }
-  const passes = { free: ["free", "free_cpu", "cache"], evict: ["evict", "hit"] };
+  const passes = { free: ["free", "free_cpu", "cache"], evict: ["evict", "hit"], alloc: ["alloc"] };
   for (let i = open.length - 1; i >= 0; i--) if (!passes[open[i].kind].includes(event.kind)) open.splice(i, 1);
 }

@@ -1,11 +1,11 @@
 // The timeline: requests by steps or by seconds, the token budget and the queues beneath. Compare draws two of its charts.
-import { DECODE, DECODE_TINT, FINISHES, OWNER_COLOURS, PREEMPTED, PREFILL, STALLED, SWAPPED, WAITING } from "./schema.js";
+import { DECODE, DECODE_TINT, FINISHES, OWNER_COLOURS, PREEMPTED, PREFILL, REMOTE, STALLED, SWAPPED, WAITING } from "./schema.js";
 import { hatch, ownerColour, pixel, readable, sharpen, tint } from "./theme.js";
 import { button, count, duration, h, makeLegend, makeTooltip, onceAFrame, swatch } from "./ui.js";
 
 // ---- what happened to each request in each step: the spans that `timeline_data.py` made, and the words for them
 
-const KINDS = ["waiting", "preempted", "swapped out", "running, no tokens", "prefill chunk", "decode"];
+const KINDS = ["waiting", "preempted", "swapped out", "blocks on their way", "running, no tokens", "prefill chunk", "decode"];
 
 function sums(deltas, from, count) {
   const out = new Float64Array(count);
@@ -130,14 +130,14 @@ class Lanes {
     if (head < 0) return "";
     const first = this.waits.request[head];
     const i = this.span(first, step);
-    if (first === request || i < 0 || this.kind[i] > SWAPPED) return "";
+    if (first === request || i < 0 || this.kind[i] > REMOTE) return "";
     return `behind ${this.names[first]} (${this.about.reasons[this.waits.reason[head]]})`;
   }
 
   // Tokens of a request computed up to the end of a step, or null while it holds none.
   computed(request, step) {
     const i = this.span(request, step);
-    if (i < 0 || this.kind[i] === WAITING || this.kind[i] === PREEMPTED) return null;
+    if (i < 0 || [WAITING, PREEMPTED, REMOTE].includes(this.kind[i])) return null;
     const admission = (this.admissions.get(request) ?? []).filter((row) => row[0] <= step).at(-1);
     let at = Math.max(this.first[request], admission ? lastAtMost(this.start, admission[0], this.first[request], i + 1) : 0);
     let done = admission ? admission[2] : null;
@@ -163,7 +163,7 @@ class Lanes {
       const span = this.span(request, start);
       if (span < 0) continue;
       let last = span;
-      while (last + 1 < this.first[request + 1] && this.start[last + 1] === this.end[last] && this.kind[last + 1] <= SWAPPED) last++;
+      while (last + 1 < this.first[request + 1] && this.start[last + 1] === this.end[last] && this.kind[last + 1] <= REMOTE) last++;
       out.push([start, Math.min(this.end[last], this.waits.step[i + 1] ?? this.steps), request, this.waits.reason[i]]);
     }
     return out.filter(([start, end]) => end > start);
@@ -234,6 +234,9 @@ function paintBar(context, kind, x, y, width, height, hue, colour, patterns = {}
     context.fillStyle = tone;
     context.fillRect(x, y + 1, Math.min(2, width), height - 2);
     context.fillRect(x + width - Math.min(1, width), y + 1, Math.min(1, width), height - 2);
+  } else if (kind === REMOTE) {
+    const dot = Math.max(2, Math.round(height * 0.3));
+    for (let at = x; at < x + width; at += 2 * dot) context.fillRect(at, Math.round(middle - dot / 2), Math.min(dot, x + width - at), dot);
   } else if (kind === SWAPPED) {
     const thick = Math.max(1, Math.round(height * 0.16));
     context.fillRect(x, y + 1, width, thick);
@@ -357,8 +360,8 @@ function label(context, lanes, i, x, y, width, bar, hue) {
 }
 
 // More rows than pixels: each pixel shows the rarest of what its requests do, in the colour of the one that does it, so that nothing that matters drowns.
-const RANK = [1, 6, 5, 4, 3, 2];
-const BY_RANK = [null, WAITING, DECODE, PREFILL, STALLED, SWAPPED, PREEMPTED];
+const RANK = [1, 7, 6, 5, 4, 3, 2];
+const BY_RANK = [null, WAITING, DECODE, PREFILL, STALLED, REMOTE, SWAPPED, PREEMPTED];
 
 function paintDense(context, lanes, { width, height, top, rowHeight, xAt, from, to, colour }) {
   const w = Math.ceil(width);
@@ -921,7 +924,7 @@ function stepFacts(lanes, step, reasons) {
 
 // The legend of lanes: kinds that occur, and ends.
 export function legendItems(all, colour) {
-  const order = [4, 5, 0, 1, 2, 3];
+  const order = [PREFILL, DECODE, WAITING, PREEMPTED, SWAPPED, REMOTE, STALLED];
   const bars = order.filter((kind) => all.some((lanes) => lanes.kind.includes(kind))).map((kind) => ({
     label: KINDS[kind], swatch: swatch(24, 14, (pen, w, height) => paintBar(pen, kind, 0, 0, w, height, colour("prefill"), colour)),
   }));

@@ -1,4 +1,4 @@
-"""These tests need NUMBA_ENABLE_CUDASIM before numba is imported: `test_simulator.py` runs them in a process of its own."""
+"""These tests need NUMBA_ENABLE_CUDASIM before numba is imported: `test_simulator.py` runs them in a separate process."""
 
 import os
 

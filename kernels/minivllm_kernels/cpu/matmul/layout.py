@@ -342,7 +342,7 @@ class QuantizedMatmul(Matmul):
         self._group = group
 
     def __call__(self, x: int, out: int, rows: int, threads: int) -> None:
-        """See `Matmul`. Many rows are rounded by a kernel of its own, which all threads share."""
+        """See `Matmul`. Many rows are rounded by a separate kernel, which all threads share."""
         args = self.args
         for first in range(0, rows, self.ROWS_PER_LAUNCH):
             n = min(self.ROWS_PER_LAUNCH, rows - first)
@@ -357,7 +357,7 @@ class QuantizedMatmul(Matmul):
                 self._launch(kernel(*self._by_tiles), places, (8 * TILE + self._group + 4 * places) * ITEM, threads)
 
     def _launch(self, matmul: Kernel, places: int, size: int, threads: int) -> None:
-        """Round the rows to so many places, if any, and multiply with `size` bytes of memory for each thread."""
+        """Round the rows to this many places, if any, and multiply with `size` bytes of memory for each thread."""
         args, size = self.args, -(-size // 64) * 64
         room = LAUNCHER.scratch(places * self.row_bytes + threads * size)
         args[ROUNDED], args[COUNT] = room if places else 0, places
