@@ -38,7 +38,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.attention.backend import AttentionBatch
 from minivllm.models.hub import resolve_model
 from minivllm.models.linear.layer import Linear
-from minivllm_kernels.cpu.matmul.layout import host_byte_tiles, host_tiles
+from minivllm_kernels.cpu.matmul.layout import host_tiles
 
 sys.path.insert(0, str(Path(__file__).with_name("peers")))
 from files import NAMES, quantized_file
@@ -242,7 +242,7 @@ def ladder(rounds: int, layers: int = 10) -> dict[str, Any]:
     torch.set_num_threads(1)
     kernels: dict[str, list[Any]] = {}
     for name, (method, tiles) in LADDER.items():
-        if tiles and not (host_tiles() and host_byte_tiles()) and name.endswith("tiles"):
+        if name.endswith("tiles") and not host_tiles():
             continue
         kernels[name] = []
         for outputs, inputs in SHAPES * (1 if "torch" in name else layers):

@@ -18,7 +18,7 @@ class Store(KVConnector):
         super().__init__(
             KVTransferConfig(kv_connector="Store", kv_connector_extra_config={"load_async": True}), block_size, 1, ""
         )
-        self.held, self.keeps = set(), keeps
+        self.held, self.keeps, self.stubborn = set(), keeps, False
 
     def holds(self, key):
         return key in self.held
@@ -30,7 +30,8 @@ class Store(KVConnector):
         return None if key in self.held else self.held.add(key) or (key,)
 
     def forget(self, key):
-        self.held.discard(key)
+        if not self.stubborn:
+            self.held.discard(key)
 
     def clear(self):
         self.held.clear()
@@ -53,7 +54,7 @@ class RemoteMemory(Memory):
     def execute(self, output, fails=False):
         meta = output.kv_connector_metadata
         if meta is not None and not (fails and self.spoils()):
-            assert not meta.loads
+            assert not meta.loads and not meta.failures
             for name, loads in meta.async_loads.items():
                 self.pending.setdefault(name, loads)
         self.sent &= set(self.scheduler._kept)

@@ -147,6 +147,7 @@ class EngineCoreOutput:
         error: why it failed, when `finish_reason` is `error`.
         pooled: the vector or class scores of a request that wanted them; of a task for tokens, a list of them.
         num_draft_tokens, num_accepted_tokens: draft tokens that were verified in this step, and those that were accepted.
+        weight_version: of the weights that were used, see `EngineCore.load_weights`.
     """
 
     request_id: str
@@ -160,3 +161,4 @@ class EngineCoreOutput:
     pooled: list[Any] | None = None
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    weight_version: int = 0

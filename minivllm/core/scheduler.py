@@ -122,6 +122,7 @@ class Scheduler(Recorder):
         self.remote: dict[str, Request] = {}
         # transfers that have not ended: the tokens that are computed then, or why they are of no use
         self._receiving: dict[str, int | str] = {}
+        self._unfetchable: set[str] = set()  # requests of which no block came
         self._kept: dict[str, list[KVCacheBlock]] = {}  # of requests that have ended; a connector still copies them
         self.adapters = AdapterSlots(config.max_loras)
         self.encoder_cache = EncoderCacheManager(*config.encoder_limits)
@@ -597,7 +598,7 @@ class Scheduler(Recorder):
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return self._admit_arrived(request, draft)
         hit, more = self.kv_cache_manager.get_computed_blocks(request), 0
-        if self.connector is not None:
+        if self.connector is not None and request.request_id not in self._unfetchable:
             more, load_async = self.connector.get_num_new_matched_tokens(request, hit.num_tokens)
             if load_async and more:
                 return self._receive(self.connector, request, hit, more, draft)
@@ -744,6 +745,7 @@ class Scheduler(Recorder):
         for request_id in result.finished_recving:
             tokens = self._receiving.pop(request_id)
             if request_id in self._kept:  # it was aborted meanwhile
+                result.invalid_block_ids -= {block.block_id for block in self._kept[request_id]}
                 self._end_load(request_id, set())
                 self._release(request_id)
                 continue
@@ -755,6 +757,8 @@ class Scheduler(Recorder):
                 tokens = min(tokens, first * self.cache.block_size) if isinstance(tokens, int) else tokens
                 result.invalid_block_ids -= bad
             self._end_load(request_id, bad)
+            if not tokens:  # to ask again might go on for ever
+                self._unfetchable.add(request_id)
             if not tokens or isinstance(tokens, str):
                 self._lose(request, tokens or "kv_load_failure")
                 continue
@@ -1027,7 +1031,7 @@ class Scheduler(Recorder):
             self._keep_account(request, 1)
             if request.lora_name in self.adapters.loading:  # aborted before it is known whether its blocks are right
                 self.kv_cache_manager.uncache_blocks(request, 0)
-            if self.connector is not None:
+            if self.connector is not None and request.finish_reason is not FinishReason.ERROR:
                 blocks = self.kv_cache_manager.get_block_ids(request.request_id)
                 if self.connector.request_finished(request, blocks):
                     self._keep(request)
@@ -1044,6 +1048,7 @@ class Scheduler(Recorder):
         del self.requests[request.request_id]
         self._finished.append(request.request_id)
         self._scheduled_in.pop(request.request_id, None)
+        self._unfetchable.discard(request.request_id)
         self._draft.new_block_ids.pop(request.request_id, None)
         self._draft.swap_out.pop(request.request_id, None)
         if self._newest_result < self.step - 1:
@@ -1072,6 +1077,11 @@ class Scheduler(Recorder):
             self._finish(request)
             ended.append(request_id)
         return ended
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a connector copies blocks of requests that have ended."""
+        return not self._kept.keys() <= self._receiving.keys()
 
     def has_requests(self) -> bool:
         """Whether there is anything left to do: unfinished requests, rows that the runner must still drop, blocks that a connector still fills."""

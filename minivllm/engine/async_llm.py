@@ -9,7 +9,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self, TypeVar, Unpack
 
@@ -20,6 +20,7 @@ from minivllm.engine.input_processor import ProcessedInput, PromptType, RequestO
 from minivllm.engine.llm_engine import LLMEngine, warm_up
 from minivllm.engine.outputs import FinishedRequest, RequestOutput
 from minivllm.lora.adapter import LoRARequest
+from minivllm.runtime.weights import Function, Weights
 from minivllm.sampling.params import RequestOutputKind, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 
@@ -410,6 +411,36 @@ class AsyncLLM:
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `EngineCore.reset_prefix_cache`."""
         return await self.call(lambda engine: engine.reset_prefix_cache(reset_running_requests))
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """See `EngineCore.sleep`. Requests that come meanwhile wait."""
+        await self.call(lambda engine: engine.sleep(level, mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See `EngineCore.wake_up`."""
+        await self.call(lambda engine: engine.wake_up(tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether no step can run."""
+        return await self.call(lambda engine: engine.is_sleeping())
+
+    async def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
+        """See `EngineCore.load_weights`."""
+        return await self.call(lambda engine: engine.load_weights(weights, version, mode))
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """See `Executor.collective_rpc`. With an engine in another process, plain values can cross."""
+        return await self.call(lambda engine: engine.collective_rpc(method, timeout, args, kwargs))
+
+    async def apply_model(self, function: Function) -> list[Any]:
+        """See `EngineCore.apply_model`."""
+        return await self.call(lambda engine: engine.apply_model(function))
 
     async def record_to(self, path: str) -> None:
         """Record what the scheduler does, from now on; the shutdown writes the file (.jsonl or .parquet)."""

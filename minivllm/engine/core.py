@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import pairwise
@@ -28,6 +28,7 @@ from minivllm.sampling.params import StructuredOutputsParams
 
 if TYPE_CHECKING:  # so that the engine core can be used where there is no torch
     from minivllm.runtime.executor import Executor, PendingStep
+    from minivllm.runtime.weights import Function, Weights
 
 
 logger = logging.getLogger("minivllm.engine")
@@ -85,6 +86,7 @@ class EngineCore:
         self._stages = config.args.pipeline_parallel_size
         if self._stages > 1:
             self.step = self.step_pipelined  # type: ignore[method-assign]
+        self.weight_version, self.asleep, self._awake_step = 0, dict[str, str](), self.step
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
@@ -126,7 +128,9 @@ class EngineCore:
         return self._compiling.remove(ids) + self.scheduler.finish_requests(ids, FinishReason.ABORT)
 
     def has_requests(self) -> bool:
-        """Whether `step` has anything to do, be it only rows to drop."""
+        """Whether `step` has anything to do, be it only rows to drop. While the engine sleeps, requests wait."""
+        if self.asleep:
+            return bool(self._outputs)
         return self.scheduler.has_requests() or any((self._compiling.waiting, self._in_flight, self._outputs))
 
     def compile_grammar(self, params: StructuredOutputsParams) -> PendingGrammar:
@@ -229,7 +233,11 @@ class EngineCore:
         return scheduled, result
 
     def _update(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        self._outputs += self.scheduler.update_from_output(scheduled, result)
+        outputs = self.scheduler.update_from_output(scheduled, result)
+        if self.weight_version:
+            for output in outputs:
+                output.weight_version = self.weight_version
+        self._outputs += outputs
         if self._recording is not None and not self._recording.push():
             self._end_recording()
         if self._publisher is not None:
@@ -274,6 +282,7 @@ class EngineCore:
             raise RuntimeError("this engine is recording already; leave the other record() block first")
         self.drain()
         trace = self.scheduler.record()
+        self._note_weights()
         if samples:
             self.executor.keep_samples(trace.samples)
         if ranks:
@@ -301,6 +310,7 @@ class EngineCore:
             raise RuntimeError("this engine is recording already")
         self.drain()
         trace = self.scheduler.record()
+        self._note_weights()
         try:
             self._recording = TraceWriter(trace, path)
         except BaseException:
@@ -328,6 +338,7 @@ class EngineCore:
             "prefix_cache_hits": scheduler.kv_cache_manager.stats.hit_tokens,
             "num_preemptions": scheduler.num_preemptions,
             "num_steps": scheduler.step,
+            "weight_version": self.weight_version,
             **({} if scheduler.connector is None else scheduler.connector.gauges()),
             **scheduler.spec_stats.gauges(),
         }
@@ -342,7 +353,137 @@ class EngineCore:
             False, and nothing has changed, if requests hold blocks and `reset_running_requests` is off.
         """
         self.drain()
-        return self.scheduler.reset_prefix_cache(reset_running_requests)
+        done = self.scheduler.reset_prefix_cache(reset_running_requests)
+        if self._publisher is not None:
+            self._publisher.publish(self._tap.take())
+        return done
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every rank's model runner, between two steps. See `Executor.collective_rpc`."""
+        self.drain()
+        found: list[Any] = self.executor.collective_rpc(method, timeout, args, kwargs)
+        return found
+
+    def apply_model(self, function: Function) -> list[Any]:
+        """What a function of the model (a `Decoder`, or a rank's part of it) returns, for each rank. Whoever changes weights by it resets
+        the prefix cache, too.
+
+        Raises:
+            ValueError: the ranks are other processes, and the function has no name there. What the function raises.
+        """
+        if not self._remote:
+            return self.collective_rpc("apply_model", args=(function,))
+        from minivllm.runtime.weights import pack_function
+
+        return self.collective_rpc("apply_model", args=(pack_function(function),))
+
+    def _stop_requests(self, mode: str) -> None:
+        """Wait for the steps in flight; "abort" all requests, or "keep" them: they compute all their tokens again. Forget the prefix cache."""
+        if mode not in ("abort", "keep"):
+            raise ValueError(f"mode must be 'abort' or 'keep' (what becomes of unfinished requests), got {mode!r}")
+        self.drain()
+        if self.scheduler.is_sending:
+            raise RuntimeError("blocks are still being copied to elsewhere; try again")
+        if mode == "abort":
+            ended = self.abort([*self._compiling.waiting, *self.scheduler.requests])
+            self._outputs += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in ended]
+        self.reset_prefix_cache(reset_running_requests=True)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give memory back until `wake_up`. Requests that come meanwhile wait; no step runs.
+
+        Args:
+            level: 1: the KV cache is dropped, and the weights of a GPU go to the host's memory. 2: the weights are dropped too, and
+                `load_weights` must bring others (or the same) before a step can run.
+            mode: what becomes of unfinished requests: see `load_weights`.
+
+        Raises:
+            ValueError: another level or mode. RuntimeError: the engine sleeps already.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"sleep: level must be 1 (weights are kept) or 2 (weights are dropped), got {level!r}")
+        if self.asleep:
+            raise RuntimeError("sleep: the engine sleeps already")
+        self._stop_requests(mode)
+        self.collective_rpc("sleep", args=(level,))
+        self._set_asleep({"kv_cache": "wake_up()", "weights": "wake_up()" if level == 1 else "load_weights()"})
+
+    def _set_asleep(self, asleep: dict[str, str]) -> None:
+        """asleep: what is not there, and the call that brings it. Steps run while that is nothing."""
+        self.asleep = asleep
+        self.step = self._step_asleep if asleep else self._awake_step  # type: ignore[method-assign]
+
+    def _step_asleep(self) -> list[EngineCoreOutput]:
+        """What requests got before. Raises RuntimeError if that is nothing."""
+        if not self._outputs:
+            missing = " and ".join(f"{tag} by {call}" for tag, call in self.asleep.items())
+            raise RuntimeError(f"the engine sleeps, and no step can run: it needs {missing}")
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back: of the "weights", of the "kv_cache", or of both (None). Weights that were dropped are not there before `load_weights`.
+
+        Raises:
+            ValueError: another tag.
+        """
+        if wrong := [tag for tag in tags or () if tag not in ("weights", "kv_cache")]:
+            raise ValueError(f"wake_up: tags are 'weights' and 'kv_cache', got {wrong[0]!r}")
+        chosen = [tag for tag in self.asleep if tags is None or tag in tags]
+        if chosen:
+            self.collective_rpc("wake_up", args=(chosen,))
+        self._set_asleep({tag: call for tag, call in self.asleep.items() if tag not in chosen or call != "wake_up()"})
+
+    def is_sleeping(self) -> bool:
+        """Whether memory is missing, so that no step can run."""
+        return bool(self.asleep)
+
+    def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
+        """Change all weights between two steps. Prefix cache, captured steps and what KV connectors keep are void then.
+
+        Args:
+            weights: a model as `EngineArgs.model` names one, a folder of safetensors, pairs of a name in the checkpoint and a tensor,
+                or None for the checkpoint that the engine was made of.
+            version: a number for them; None for the last one + 1. `RequestOutput.weight_version`, the metrics and traces have it.
+            mode: unfinished requests end ("abort"), or go on ("keep"): they keep their tokens, compute their keys and values anew, and
+                choose the next tokens by the new weights.
+
+        Returns:
+            The version.
+
+        Raises:
+            ValueError: another model, a tensor that is missing, unknown or of a wrong shape, or a model that cannot take others. If some
+                weights were changed by then, no step can run until a call of this method succeeds.
+        """
+        if version is not None and (type(version) is not int or version < 0):
+            raise ValueError(f"load_weights: version must be a number from 0 on, got {version!r}")
+        self._stop_requests(mode)
+        try:
+            if self._remote:
+                from minivllm.runtime.weights import as_path
+
+                with as_path(weights) as path:
+                    self.collective_rpc("load_weights", args=(path,))
+            else:
+                self.collective_rpc("load_weights", args=(weights,))
+        except BaseException:
+            if not all(self.collective_rpc("has_weights")):
+                self._set_asleep(self.asleep | {"weights": "load_weights()"})
+            raise
+        self._set_asleep({tag: call for tag, call in self.asleep.items() if tag != "weights"})
+        self.weight_version = self.weight_version + 1 if version is None else version
+        self._note_weights()
+        return self.weight_version
+
+    def _note_weights(self) -> None:
+        if self.scheduler.trace is not None and self.weight_version:
+            self.scheduler.trace(("note", "weight_version", self.weight_version, "load_weights"))
 
     def shutdown(self) -> None:
         """Give the executor's memory back, send the last KV events, write the trace that `record_to` began."""

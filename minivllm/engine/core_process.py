@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from minivllm.core.clock import WallClock
@@ -24,6 +24,7 @@ from minivllm.engine.llm_engine import LLMEngine, load_tokenizer, warm_up
 from minivllm.engine.wire import Channel, from_columns, in_columns
 from minivllm.lora.adapter import AdapterError
 from minivllm.runtime.executor import read_model
+from minivllm.runtime.weights import Weights, as_path
 from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
 
@@ -33,7 +34,10 @@ __all__ = [
 ]  # fmt: skip
 
 logger = logging.getLogger("minivllm.engine")
-CALLS = ("reset_prefix_cache", "record_to", "is_lora_read", "pin_lora", "unpin_lora")
+CALLS = (
+    "reset_prefix_cache", "record_to", "is_lora_read", "pin_lora", "unpin_lora", "sleep", "wake_up", "is_sleeping", "load_weights",
+    "collective_rpc",
+)  # fmt: skip
 """Methods of EngineCore that the other side may call. Arguments and results must be able to cross (see `engine.wire`)."""
 
 
@@ -183,6 +187,10 @@ class RemoteCore:
         assert self.grammar is not None
         return self.grammar.submit(params)
 
+    def apply_model(self, function: Any) -> list[Any]:
+        """Raises EngineProcessError."""
+        raise EngineProcessError('a function cannot cross to an engine in another process; use engine_in="thread"')
+
     def watch(self, callback: Callable[[], None]) -> None:
         """There is no need: a file becomes readable, see `fileno`."""
 
@@ -309,6 +317,33 @@ class EngineCoreClient(RemoteCore):
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `EngineCore.reset_prefix_cache`."""
         return bool(self._call("reset_prefix_cache", reset_running_requests))
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """See `EngineCore.sleep`."""
+        self._call("sleep", level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See `EngineCore.wake_up`."""
+        self._call("wake_up", None if tags is None else list(tags))
+
+    def is_sleeping(self) -> bool:
+        """See `EngineCore.is_sleeping`."""
+        return bool(self._call("is_sleeping"))
+
+    def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
+        """See `EngineCore.load_weights`. Tensors cross by a file."""
+        with as_path(weights) as path:
+            return int(self._call("load_weights", path, version, mode))
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """See `EngineCore.collective_rpc`; plain values can cross, see `engine.wire`."""
+        return list(self._call("collective_rpc", method, timeout, list(args), dict(kwargs or {})))
 
     def record_to(self, path: str) -> None:
         """Record from now on; the file is written at the shutdown. Raises RuntimeError if a recording is under way."""

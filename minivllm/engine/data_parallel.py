@@ -17,6 +17,7 @@ from minivllm.core.ray_cluster import cluster_environment, join_cluster, leave_c
 from minivllm.core.request import Request
 from minivllm.core.routing import ROUTERS, PrefixAware, Replica, Router
 from minivllm.engine.core_process import EngineCoreClient, RemoteCore
+from minivllm.runtime.weights import Weights, as_path
 
 
 def replica_args(args: EngineArgs, rank: int) -> EngineArgs:
@@ -157,16 +158,39 @@ class DataParallelCore(RemoteCore):
         return outputs
 
     def get_stats(self) -> dict[str, float]:
-        """See `EngineCore.get_stats`: sums, and for shares the mean, of all replicas."""
+        """See `EngineCore.get_stats`: sums, and for shares and versions the mean, of all replicas."""
         stats = [core.get_stats() for core in self.cores]
         names = dict.fromkeys(name for one in stats for name in one)
-        count = {name: len(stats) if name.endswith("_perc") else 1 for name in names}
+        count = {name: len(stats) if name.endswith(("_perc", "_version")) else 1 for name in names}
         return {name: sum(one.get(name, 0) for one in stats) / count[name] for name in names}
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `EngineCore.reset_prefix_cache`; whether all did."""
         done = [core.reset_prefix_cache(reset_running_requests) for core in self.cores]
         return all(done)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """See `EngineCore.sleep`; all replicas do."""
+        for core in self.cores:
+            core.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See `EngineCore.wake_up`; all replicas do."""
+        for core in self.cores:
+            core.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether one of them sleeps."""
+        return any(core.is_sleeping() for core in self.cores)
+
+    def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
+        """See `EngineCore.load_weights`; one replica after the other."""
+        with as_path(weights) as path:
+            return max([core.load_weights(path, version, mode) for core in self.cores])
+
+    def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """See `EngineCore.collective_rpc`; the results of all replicas, one after the other."""
+        return [result for core in self.cores for result in core.collective_rpc(method, *args, **kwargs)]
 
     def record_to(self, path: str) -> None:
         """See `EngineCoreClient.record_to`: a file for each replica, with its number before the suffix."""

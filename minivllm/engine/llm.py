@@ -5,7 +5,7 @@
 import itertools
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from minivllm.engine.outputs import (
 from minivllm.engine.pairs import make_pairs
 from minivllm.lora.adapter import LoRARequest
 from minivllm.models.tokenizer import apply_chat_template
+from minivllm.runtime.weights import Function, Weights
 from minivllm.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
@@ -141,6 +142,8 @@ class LLM:
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts), int)
         users = _one_each("user", user, len(prompts), (str, type(None)))
         loras = _one_each("lora_request", lora_request, len(prompts), LoRARequest)
+        if self.is_sleeping():
+            raise RuntimeError("this engine sleeps: call wake_up(), after sleep(level=2) load_weights() too")
         if self.llm_engine.has_unfinished_requests():
             raise RuntimeError(
                 f"{self.llm_engine.get_num_unfinished_requests()} requests that were added to llm.llm_engine are unfinished:"
@@ -345,6 +348,42 @@ class LLM:
         """See `EngineCore.reset_prefix_cache`."""
         return self.llm_engine.reset_prefix_cache(reset_running_requests)
 
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`: see `EngineCore.sleep`. level: 1 keeps the weights, 2 drops them: then `load_weights` must follow."""
+        self.llm_engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back: see `EngineCore.wake_up`. tags: of "weights" and "kv_cache"; None for both."""
+        self.llm_engine.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether memory is missing, so that nothing can be generated."""
+        return self.llm_engine.is_sleeping()
+
+    def load_weights(self, weights: Weights = None, version: int | None = None) -> int:
+        """Change all weights: see `EngineCore.load_weights`. Returns the version, which outputs have as `weight_version`.
+
+        Args:
+            weights: a model by its name or folder, a folder of safetensors, pairs (name in the checkpoint, tensor), or None for
+                the checkpoint that the engine was made of.
+            version: None for the last one + 1.
+        """
+        return self.llm_engine.load_weights(weights, version)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every rank's model runner: see `Executor.collective_rpc`."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, function: Function) -> list[Any]:
+        """What a function of every rank's model (a `Decoder`) returns: see `EngineCore.apply_model`."""
+        return self.llm_engine.apply_model(function)
+
     def set_policy(self, policy: Policy) -> None:
         """Use another scheduling policy from the next step on."""
         self.llm_engine.set_policy(policy)
@@ -398,7 +437,7 @@ def _as_prompt_list(prompts: Any) -> list[Any]:
 def _pooled(output: RequestOutput, make: Callable[[list[Any]], T]) -> PoolingRequestOutput[T]:
     if output.pooled is None:
         raise RuntimeError(f"request {output.request_id!r} got no vector: {output.error or 'it was aborted'}")
-    about = (output.prompt_token_ids, output.finished, output.num_cached_tokens, output.metrics)
+    about = output.prompt_token_ids, output.finished, output.num_cached_tokens, output.metrics, output.weight_version
     return PoolingRequestOutput(output.request_id, make(output.pooled), *about)
 
 

@@ -4,7 +4,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -27,6 +27,7 @@ from minivllm.models.tokenizer import get_tokenizer
 from minivllm.multimodal.processor import MediaProcessor
 from minivllm.runtime.executor import Executor, plan_engine
 from minivllm.runtime.executors.select import make_executor
+from minivllm.runtime.weights import Function, Weights
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.params import InvalidParameter, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
@@ -308,6 +309,41 @@ class LLMEngine:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `EngineCore.reset_prefix_cache`."""
         return self.core.reset_prefix_cache(reset_running_requests)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give memory back until `wake_up`: see `EngineCore.sleep`. Requests that are added meanwhile wait."""
+        self.core.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """See `EngineCore.wake_up`."""
+        self.core.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether no step can run."""
+        return self.core.is_sleeping()
+
+    def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
+        """Change all weights: see `EngineCore.load_weights`. Returns their version."""
+        return self.core.load_weights(weights, version, mode)
+
+    @property
+    def weight_version(self) -> int:
+        """0 for the checkpoint that the engine was made of; see `load_weights`."""
+        return int(self.core.get_stats().get("weight_version", 0))
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every rank's model runner: see `Executor.collective_rpc`."""
+        return self.core.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, function: Function) -> list[Any]:
+        """What a function of every rank's model returns: see `EngineCore.apply_model`."""
+        return self.core.apply_model(function)
 
     def set_policy(self, policy: Policy) -> None:
         """Use another scheduling policy from the next step on."""

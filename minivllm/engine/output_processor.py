@@ -133,6 +133,7 @@ class RequestState:
     wants_vector: bool = False
     pooled: list[Any] | None = None
     finished: bool = False
+    weight_version: int = 0
     ranks_children: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -168,6 +169,7 @@ class RequestState:
             metrics=replace(self.metrics),
             error=self.error,
             pooled=self.pooled,
+            weight_version=self.weight_version,
         )
 
     def _best(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
@@ -267,6 +269,7 @@ class OutputProcessor:
                 state.metrics.first_token_time = state.metrics.first_token_time or now
                 state.metrics.last_token_time = now
                 state.num_cached_tokens = max(state.num_cached_tokens, output.num_cached_tokens)
+                state.weight_version = output.weight_version
             if output.num_draft_tokens:
                 state.metrics.num_draft_tokens += output.num_draft_tokens
                 state.metrics.num_accepted_tokens += output.num_accepted_tokens
@@ -274,6 +277,7 @@ class OutputProcessor:
                 state.error = output.error
             if output.pooled is not None:
                 state.pooled, state.num_cached_tokens = output.pooled, output.num_cached_tokens
+                state.weight_version = output.weight_version
             if output.logprobs or output.prompt_logprobs:
                 self._name_tokens(output)
             if output.prompt_logprobs:

@@ -77,7 +77,7 @@ class RequestOutput:
     prompt: the text, None if token ids were given. prompt_logprobs: for each prompt token ``{token id: Logprob}`` (None for
     the first, which nothing predicts), or None. num_cached_tokens: prompt tokens found in the prefix cache.
     error: why the request failed, if the finish reason is "error". pooled: the vector or class scores, of a request with PoolingParams; it has no
-    ``outputs``.
+    ``outputs``. weight_version: of the weights that chose its newest token, see `EngineCore.load_weights`.
     """
 
     request_id: str
@@ -90,6 +90,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     error: str | None = None
     pooled: list[Any] | None = None
+    weight_version: int = 0
 
     def add(self, later: "RequestOutput") -> None:
         """Take in the next delta of the same request, so that one output says what two would have said."""
@@ -101,6 +102,7 @@ class RequestOutput:
                 self.outputs.append(completion)
         self.finished, self.error, self.metrics = later.finished, later.error, later.metrics
         self.prompt_logprobs, self.num_cached_tokens = later.prompt_logprobs, later.num_cached_tokens
+        self.weight_version = later.weight_version
 
 
 @dataclass(slots=True)
@@ -152,6 +154,7 @@ class PoolingRequestOutput(Generic[Pooled]):
     finished: bool = True
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
+    weight_version: int = 0
 
 
 EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]

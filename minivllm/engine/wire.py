@@ -84,7 +84,8 @@ def _decode(code: int, data: bytes) -> Any:
 
 
 def in_columns(outputs: Sequence[output.EngineCoreOutput]) -> list[Any]:
-    """The outputs of a step: those with more to say than tokens whole, then ids, tokens and cached tokens of the rest, a list each."""
+    """The outputs of a step: those with more to say than tokens whole, then ids, tokens, cached tokens and weight versions of the
+    rest, a list each."""
     whole: list[output.EngineCoreOutput] = []
     plain: list[output.EngineCoreOutput] = []
     for o in outputs:
@@ -92,6 +93,7 @@ def in_columns(outputs: Sequence[output.EngineCoreOutput]) -> list[Any]:
         (plain if more == (None,) * 6 else whole).append(o)
     return [
         whole, [o.request_id for o in plain], [o.new_token_ids for o in plain], [o.num_cached_tokens for o in plain],
+        [o.weight_version for o in plain],
     ]  # fmt: skip
 
 
@@ -99,8 +101,8 @@ def from_columns(columns: Sequence[Any]) -> list[output.EngineCoreOutput]:
     """The outputs again, in the order of `in_columns`."""
     whole, *plain = columns
     return whole + [
-        output.EngineCoreOutput(name, token_ids, num_cached_tokens=cached)
-        for name, token_ids, cached in zip(*plain, strict=True)
+        output.EngineCoreOutput(name, token_ids, num_cached_tokens=cached, weight_version=version)
+        for name, token_ids, cached, version in zip(*plain, strict=True)
     ]
 
 

@@ -197,7 +197,7 @@ class Decoder(Module):
         """
         spec, method = self.spec, self.linear_method
         if method in QUANTIZED:
-            method = "torch_int8" if method.startswith("torch_") else "int8"
+            method = next((how for how in ("torch_", "invariant_") if method.startswith(how)), "") + "int8"
         elif method in WEIGHT_BITS:
             method = self.backend.linear_method
         shared = self.embedding if spec.tie_word_embeddings or spec.pooler is not None else None
@@ -418,6 +418,14 @@ class Decoder(Module):
         """
         self._fill(weights)  # a function by itself: what it held of the checkpoint is gone before weights are packed
         self.process_weights_after_loading()
+
+    def renew(self) -> None:
+        """Make room for weights that are loaded anew by `load_weights`, which must follow: see `Linear.renew`."""
+        for linear in [*self.linears(), *([] if self.head is None else [self.head])]:
+            linear.renew()
+        for layer in self.layers:
+            layer.mixer.renew()
+            layer.mlp.renew()
 
     def _fill(self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]) -> None:
         family, shapes, optional = self.spec.family, self.spec.weight_shapes(), dict(self._optional_targets())

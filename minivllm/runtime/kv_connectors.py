@@ -12,7 +12,7 @@ import struct
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,11 @@ class ConnectorWorker(ABC):
         bad = self.group.any_of([block in failed for _, block in loads])
         return {block for (_, block), is_bad in zip(loads, bad, strict=True) if is_bad}
 
-    def get_finished(self, idle: bool = False) -> tuple[set[str], set[str]]:
+    def get_finished(self, finished_req_ids: Collection[str], idle: bool = False) -> tuple[set[str], set[str]]:
         """Fill the blocks that have been fetched meanwhile.
 
         Args:
+            finished_req_ids: requests that have ended, for a subclass that copies their blocks (see `KVConnector.request_finished`).
             idle: there is nothing else to do, so wait for one, for a hundredth of a second.
 
         Returns:

@@ -33,6 +33,7 @@ from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
 from minivllm.runtime.kv_connectors import ConnectorWorker, make_connector_worker
 from minivllm.runtime.pooler import Pooler
 from minivllm.runtime.sample_record import SampleLog, forget_samples, log_samples
+from minivllm.runtime.weights import Function, Parked, Weights, open_weights, unpack_function, weight_tensors
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.logprobs import Logprob, compute_logprobs
 from minivllm.sampling.pooling import PoolingParams
@@ -191,6 +192,7 @@ class ModelRunner:
         self._latest: PendingStep | None = None
         self.future: FutureTokens | None = None
         self._prompt_done: dict[str, int] = {}
+        self._parked, self._has_weights = dict[str, Parked](), True
         self.sample_log: SampleLog | None = None
         self.buffer: StepBuffer | None = None
         self.graphs: DecodeGraphs | None = None
@@ -228,6 +230,42 @@ class ModelRunner:
         """Have an adapter read into main memory; see `AdapterStore`."""
         assert self.adapters is not None, "enable_lora is off"
         return self.adapters.prefetch(key, path, digest)
+
+    def sleep(self, level: int) -> int:
+        """Give the memory of the KV cache back, and that of the weights: at level 1 a GPU's, which go to the host, at level 2 all,
+        which are dropped. Returns the bytes."""
+        self._latest, self._has_weights = None, self._has_weights and level == 1
+        self._parked = {
+            "kv_cache": Parked([*self.kv_caches, *self.swap_caches]),
+            "weights": Parked(weight_tensors(self.model)),
+        }
+        return self._parked["kv_cache"].free() + self._parked["weights"].free(keep=level == 1)
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Have memory again: of `weights`, `kv_cache`."""
+        for tag in tags:
+            if tag in self._parked:
+                self._parked.pop(tag).restore()
+        self.model.bind(
+            self.config.kv_cache
+        )  # memory of a GPU is elsewhere now: what was captured of it is thrown away
+
+    def load_weights(self, weights: Weights) -> None:
+        """Fill all weights anew; see `runtime.weights`."""
+        tensors = open_weights(self.model, self.config.args, weights)
+        self.wake_up(["weights"])
+        self._has_weights = False
+        self.model.renew()
+        self.model.load_weights(tensors)
+        self._has_weights = True
+
+    def has_weights(self) -> bool:
+        """Whether a step can run: they were not dropped, and no `load_weights` has failed half-way."""
+        return self._has_weights
+
+    def apply_model(self, function: Function | bytes) -> object:
+        """What a function of the model returns. bytes: see `pack_function`."""
+        return unpack_function(function)(self.model)
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Execute one step. A request that fails by itself is reported in ``errors``; the others go on."""
@@ -297,7 +335,7 @@ class ModelRunner:
         if (transfers := output.kv_connector_metadata) is not None:
             result.invalid_block_ids = connector.start_load_kv(transfers)
         idle = not output.total_num_scheduled_tokens
-        result.finished_sending, result.finished_recving = connector.get_finished(idle)
+        result.finished_sending, result.finished_recving = connector.get_finished(output.finished, idle)
         result.invalid_block_ids |= connector.get_block_ids_with_load_errors()
 
     def learn(self, tokens: Mapping[str, list[int]]) -> None:

@@ -11,17 +11,18 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Query
 from fastapi.responses import HTMLResponse, Response
+from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
@@ -41,7 +42,10 @@ from minivllm.serving.responses import responses_router
 from minivllm.viz.assets import document
 from minivllm.viz.dashboard import Dashboard
 
-__all__ = ["create_app", "listen", "main", "make_parser", "options_from", "run_server", "server_config"]
+__all__ = [
+    "UpdateWeights", "create_app", "development_router", "listen", "main", "make_parser", "options_from",
+    "run_server", "server_config",
+]  # fmt: skip
 
 logger = logging.getLogger("minivllm.serving")
 
@@ -71,6 +75,8 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
         app.include_router(router)
     if options.dashboard:
         app.include_router(dashboard_router(llm))
+    if any(os.environ.get(name) == "1" for name in ("MINIVLLM_SERVER_DEV_MODE", "VLLM_SERVER_DEV_MODE")):
+        app.include_router(development_router(state))
     install_error_handlers(app)
     _add_middleware(app, options)
     return app
@@ -210,6 +216,57 @@ def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
         if (await state.llm.reset_prefix_cache(reset_running_requests)) is False:
             raise ApiError(409, "requests are running, and their blocks cannot be forgotten; try again later")
         return {"success": True}
+
+    return router
+
+
+class UpdateWeights(BaseModel):
+    """Body of `/update_weights_from_disk`, in SGLang's form. abort_all_requests: else they go on with the new weights."""
+
+    model_config = {"extra": "forbid"}
+    model_path: str
+    weight_version: int | None = None
+    abort_all_requests: bool = False
+
+
+def development_router(state: ServerState) -> APIRouter:
+    """Routes for those who own the machine, as vLLM has them with VLLM_SERVER_DEV_MODE=1: sleep, and other weights."""
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post("/sleep")
+    async def sleep(level: int = 1, mode: str = "abort") -> Response:
+        """Give memory back; requests wait until it is back."""
+        return await done(state.llm.sleep(level, mode))
+
+    @router.post("/wake_up")
+    async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
+        """Take memory back."""
+        return await done(state.llm.wake_up(tags))
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        """Whether requests wait for memory."""
+        return {"is_sleeping": await state.llm.is_sleeping()}
+
+    @router.post("/update_weights_from_disk")
+    async def update_weights(body: UpdateWeights) -> dict[str, Any]:
+        """Other weights, from a folder of this machine."""
+        mode = "abort" if body.abort_all_requests else "keep"
+        try:
+            version = await state.llm.load_weights(body.model_path, body.weight_version, mode)
+        except (ValueError, OSError) as error:
+            raise ApiError(400, str(error), param="model_path") from error
+        return {"success": True, "message": "the weights were changed", "weight_version": version}
+
+    async def done(work: Awaitable[None]) -> Response:
+        try:
+            await work
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        except RuntimeError as error:
+            state.llm.check_health()
+            raise ApiError(409, str(error)) from error
+        return Response()
 
     return router
 

@@ -12,11 +12,12 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.outputs import FinishedRequest
 
 _ACCEPTED = "spec_decode_num_accepted_tokens"
-_OURS = {"spec_decode_proposer_failed"}  # vLLM has no such metric
+_OURS = {"spec_decode_proposer_failed", "weight_version"}  # vLLM has no such metrics
 _GAUGES = {
     "num_requests_running": "Requests in the running batch.",
     "num_requests_waiting": "Requests waiting to be admitted.",
     "kv_cache_usage_perc": "Share of KV blocks in use, 1 is all.",
+    "weight_version": "Version of the weights; 0 for those of the start.",
     "spec_decode_proposer_failed": "1 if the proposer of draft tokens has failed and is not called again.",
 }
 _COUNTERS = {

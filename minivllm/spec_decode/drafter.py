@@ -165,7 +165,7 @@ class DraftLength:
     def _account(self, saved: float, plain: float, seconds: float) -> None:
         """Count the seconds that a step saves by its drafts, the proposer's `seconds` taken off. plain: seconds of a step without."""
         self._saved = self.KEEP * self._saved + (1 - self.KEEP) * saved
-        if self._saved < (least := (1 - self.MARGIN) * plain):
+        if self._saved < (least := -self.ASKING * plain):
             self._pause = min(2 * self._pause + 1, self.LONGEST_PAUSE, math.ceil(seconds / (self.ASKING * plain)))
             self._left, self._saved = self._pause, least  # the next answer decides
         elif saved > 0:
@@ -234,11 +234,11 @@ class Drafter:
         self._drafts = {}
         if self.problem is not None or not (self.length is None or self.length.asks(batch_size)):
             return {}
+        start = time.perf_counter()
         if not (requests := list(asked)):
             return {}
         view = DraftView(self._step, batch_size, {r.request_id: self.acceptance[r.request_id] for r in requests})
         self._step += 1
-        start = time.perf_counter()
         try:
             drafts = self._checked(self.proposer.propose(requests, view), requests)
         except Exception as error:  # noqa: BLE001 - a proposer may raise anything

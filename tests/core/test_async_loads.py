@@ -150,11 +150,26 @@ def test_blocks_of_an_aborted_request_stay_until_the_transfer_has_ended():
     for _ in range(3):
         assert not step(scheduler, memory).num_scheduled_tokens and pool.num_free == pool.num_blocks - 3
     arrived.add("0")
+    memory.spoils = lambda: True  # which is nobody's loss
+    trace = scheduler.record()
     step(scheduler, memory)
+    assert not any(event.kind == "reset" for event in trace)
     assert pool.num_free == pool.num_blocks and step(scheduler, memory).num_scheduled_tokens == {"0": 9}
     while scheduler.has_requests():
         step(scheduler, memory)
     assert pool.num_free == pool.num_blocks
+
+
+def test_a_store_that_never_brings_what_it_says_it_has_stops_no_request():
+    scheduler, memory, arrived = engine(requests=2)
+    scheduler.connector.stubborn, memory.spoils = True, lambda: True
+    arrived |= {"0", "1"}
+    trace = scheduler.record()
+    for _ in range(20):
+        step(scheduler, memory)
+    assert not scheduler.requests and memory.spoilt == 4 == scheduler.connector.num_async_failures * 2
+    trace.check()
+    assert any("could not be" in line for line in trace.why("0"))
 
 
 def test_one_that_has_not_started_loses_its_blocks_before_one_that_runs():

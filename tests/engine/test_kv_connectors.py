@@ -13,7 +13,7 @@ import pytest
 from tiny_models import tiny_model_path
 
 from minivllm.core.config import EngineArgs
-from minivllm.core.kv_connector import ARC, LRU
+from minivllm.core.kv_connector import ARC, LRU, SharedStorageConnector
 from minivllm.engine.llm import LLM
 from minivllm.runtime import kv_connectors
 from minivllm.runtime.kv_connectors import PeerMemoryWorker, SharedStorageWorker, register_kv_connector
@@ -362,6 +362,24 @@ def test_an_abort_while_blocks_come_leaks_nothing(tiny_model_path, want, tmp_pat
     assert tokens(llm, PROMPTS[:1]) == want["llama"][:1]
 
 
+def test_blocks_that_come_while_the_engine_sleeps_are_not_used(tiny_model_path, want, tmp_path, monkeypatch):
+    llm, let = slow_consumer(str(tiny_model_path("llama")), tmp_path, monkeypatch)
+    engine = llm.llm_engine
+    engine.add_request("0", PROMPTS[0], GREEDY)
+    engine.step()
+    engine.core.sleep(mode="keep")
+    let.set()
+    engine.core.wake_up()
+    with engine.record() as trace:
+        done = []
+        while engine.has_unfinished_requests():
+            done += [out for out in engine.step() if out.finished]
+    trace.check()
+    assert [list(out.outputs[0].token_ids) for out in done] == want["llama"][:1]
+    assert [event.num_computed for event in trace if event.kind == "admit"] == [0]
+    check_at_rest(llm)
+
+
 @pytest.mark.parametrize("fault", ["raises", "files gone", "file torn"])
 def test_a_transfer_that_breaks_off_costs_only_work(tiny_model_path, want, tmp_path, monkeypatch, fault):
     """What came before the first bad block is used, and the request goes on from there."""
@@ -388,6 +406,44 @@ def test_a_transfer_that_breaks_off_costs_only_work(tiny_model_path, want, tmp_p
     lost = [event.chosen_by for event in trace if event.kind == "preempt"]
     assert lost == (["kv_load_failure"] if fault == "raises" else [])
     check_at_rest(llm)
+
+
+class Sender(SharedStorageConnector):
+    """Wants the blocks of a request that ends to stay."""
+
+    def request_finished(self, request, block_ids):
+        self.blocks = [block for table in block_ids for block in table]
+        return True
+
+
+class SendingWorker(SharedStorageWorker):
+    """Has copied them three steps later."""
+
+    def get_finished(self, finished_req_ids, idle=False):
+        self.sending = {name: left - 1 for name, left in getattr(self, "sending", {}).items()}
+        sent = {name for name, left in self.sending.items() if not left}
+        self.sending = {name: left for name, left in self.sending.items() if left} | dict.fromkeys(finished_req_ids, 3)
+        return sent, super().get_finished(finished_req_ids, idle)[1]
+
+
+def test_blocks_of_a_request_that_has_ended_stay_until_they_are_sent(tiny_model_path, want, tmp_path, monkeypatch):
+    monkeypatch.setitem(kv_connectors.CONNECTORS, "Sender", Sender)
+    monkeypatch.setitem(kv_connectors._WORKERS, "Sender", SendingWorker)
+    config = transfer("Sender", "kv_producer", shared_storage_path=str(tmp_path))
+    llm = LLM(str(tiny_model_path("llama")), **SMALL, kv_transfer_config=config)
+    scheduler = llm.llm_engine.core.scheduler
+    pool, kept = scheduler.kv_cache_manager.block_pool, []
+    with llm.llm_engine.record() as trace:
+        for _ in range(2):
+            assert tokens(llm) == want["llama"]
+            kept.append(scheduler.state().kept)
+            assert kept[-1] and pool.num_free == pool.num_blocks - sum(map(len, kept[-1].values()))
+            assert all(pool.blocks[block].ref_cnt for block in scheduler.connector.blocks)
+    trace.check()
+    with pytest.raises(RuntimeError, match="still being copied"):
+        llm.llm_engine.core.sleep()
+    left = sum(map(len, kept[-1].values()))
+    assert total(trace, "kv_release") == total(trace, "kv_keep") - left > left
 
 
 def test_a_producer_says_how_many_blocks_it_keeps(tiny_model_path, tmp_path):

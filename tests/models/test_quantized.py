@@ -17,6 +17,7 @@ from minivllm.models.linear.layer import Linear, register_quantization
 from minivllm.models.linear.quantized import PackedWeight, quantize
 from minivllm.models.linear.unquantized import TorchLinear
 from minivllm.models.loading import load_model
+from minivllm_kernels.cpu.matmul.layout import host_tiles
 
 CPU = torch.device("cpu")
 INT8, INT4 = "int8_per_channel_weight_only", "int4_per_group_weight_only"
@@ -115,11 +116,29 @@ def test_matmuls_equal_float64_for_few_rows_and_many(dtype, prefix, bits, group)
 
 
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
-def test_a_row_has_the_same_bits_in_any_company(bits, group):
-    layer, x = layer_of(torch.randn(100, 576), None, bits, group), torch.randn(140, 576)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_any_company(dtype, bits, group):
+    layer = layer_of(torch.randn(100, 576).to(dtype), None, bits, group, "invariant_")
+    x = torch.randn(140, 576).to(dtype)
     alone = torch.cat([layer(row[None]) for row in x])
     for rows in (2, 3, 7, 8, 9, 16, 17, 33, 140):  # by each kind of tile, and in several launches
         assert torch.equal(layer(x[:rows]), alone[:rows])
+
+
+@pytest.mark.skipif(not host_tiles(), reason="this CPU has no tile unit")
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_the_tile_unit_leaves_activations_as_they_are(bits, group):
+    for outputs, inputs in ((100, 64), (32, 480)):  # a part of a panel, and several
+        layer = layer_of(torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16(), bits, group)
+        weight = layer.method.value.dequantize()
+        for rows in (9, 16, 33, 70, 140):
+            x = torch.randn(rows, inputs).bfloat16()
+            want, half = x.double() @ weight.double().T + layer.bias.double(), weight.bfloat16().double()
+            least = (
+                x.double() @ (weight.double() - half).T
+            ).norm() / want.norm()  # what rounding the weight to bf16 costs
+            error = (layer(x).double() - want).norm() / want.norm()
+            assert error <= 1.2 * least + 0.002, (rows, error, least)
 
 
 def test_rows_of_zeros_and_numbers_that_are_not_finite():
@@ -226,7 +245,7 @@ def test_what_cannot_be_is_said():
         explain_linear_method("int8", "cpu", torch.float16, CPU, False)
     with pytest.raises(ValueError, match="attention_backend='reference', which asks for rows that do not depend"):
         explain_linear_method("int8", "torch", torch.float32, CPU, True)
-    assert explain_linear_method("int8", "cpu", torch.float32, CPU, True)[0] == "int8"
+    assert explain_linear_method("int8", "cpu", torch.float32, CPU, True)[0] == "invariant_int8"
     with pytest.raises(ValueError, match="from float32 or bfloat16 on the CPU, not from torch.float16"):
         Linear(32, {"a": 32}, dtype=torch.float16, device=CPU, method="int8")
 

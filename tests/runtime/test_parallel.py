@@ -1,5 +1,6 @@
 """Several ranks give the tokens of one: tensor and expert parallelism by worker processes."""
 
+import operator
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from adapters import VARIANTS, peft_adapter
 from ranks import (
     GREEDY,
@@ -21,6 +23,7 @@ from ranks import (
     sharded,
     tokens,
 )
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model_path
 
 from minivllm.core.config import EngineArgs
@@ -28,6 +31,7 @@ from minivllm.core.trace import Trace
 from minivllm.core.trace_files import perfetto_events
 from minivllm.engine.llm import LLM
 from minivllm.lora.adapter import LoRARequest
+from minivllm.models.loading import SINGLE
 from minivllm.runtime.executor import plan_engine
 from minivllm.runtime.executors.mp import WorkerError, start_workers, step_timeout
 from minivllm.sampling.params import SamplingParams, StructuredOutputsParams
@@ -73,6 +77,38 @@ def test_two_ranks_give_the_tokens_of_one(name, pair, tiny_model_path):
     assert metrics["num_preemptions"] > preempted and metrics["prefix_cache_hits"] > 0
     check_bytes(path, llm.llm_engine.core.executor.collective_rpc("memory"), **changes)
     llm.llm_engine.close()
+
+
+@pytest.mark.slow
+def test_other_weights_and_sleep_on_two_ranks(pair, tiny_model_path, tmp_path):
+    """Each rank reads its share of what comes by a folder, and of tensors, which cross by one."""
+    path = tiny_model_path("llama-tied-biased")
+    state = {name: 0.5 * torch.roll(tensor, 1, 0) for name, tensor in load_file(path / SINGLE).items()}
+    (tmp_path / "new").mkdir()
+    save_file(state, tmp_path / "new" / SINGLE)
+    llm = LLM(str(path), **SIZES)
+    old = tokens(llm)
+    llm.load_weights(state.items())
+    new = tokens(llm)
+    llm.close()
+    llm = sharded(pair, path)
+    assert old != new and tokens(llm) == old
+    assert llm.load_weights(tmp_path / "new") == 1 and tokens(llm) == new
+    llm.sleep(level=2)
+    llm.load_weights(state.items())
+    llm.wake_up()
+    assert tokens(llm) == new
+    llm.sleep()
+    llm.wake_up()
+    assert llm.load_weights() == 3 and tokens(llm) == old
+    assert llm.apply_model(operator.attrgetter("stage.is_last")) == [True, True]
+    for function in (lambda model: 1, test_settings):
+        with pytest.raises(ValueError, match="crosses to worker processes by its module and name"):
+            llm.apply_model(function)
+    with pytest.raises(ValueError, match="unknown model"):
+        llm.load_weights(tmp_path / "nothing")
+    assert tokens(llm) == old
+    llm.close()
 
 
 @pytest.mark.slow
@@ -207,7 +243,8 @@ def test_two_ranks_fetch_blocks_and_agree_on_what_cannot_be(pair, tiny_model_pat
     llm.llm_engine.close()
     halves = sorted(tmp_path.glob("*/*.1"))
     assert len(halves) == len(list(tmp_path.glob("*/*.0"))) > 0
-    for failures in (0, 1):
+    for failures, load_async in ((0, False), (1, False), (1, True)):
+        config["kv_connector_extra_config"] = {**extra, "load_async": load_async}
         llm = sharded(pair, path, kv_transfer_config=config)
         assert tokens(llm) == want
         metrics = llm.llm_engine.get_metrics()

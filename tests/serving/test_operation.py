@@ -304,3 +304,26 @@ def test_a_second_signal_waits_for_no_request(second: signal.Signals):
     assert server.should_exit and not server.force_exit
     server.handle_exit(second, None)
     assert server.force_exit
+
+
+def test_sleep_and_other_weights_in_development_mode(tiny: LiveServer, tiny_args: EngineArgs, monkeypatch):
+    """vLLM's routes, and SGLang's for weights. Requests wait while the engine sleeps."""
+    assert tiny.post("/sleep").status_code == 404 and tiny.get("/is_sleeping").status_code == 404
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    with live_server(tiny_args, ServerOptions(served_model_name=["tiny"])) as server:
+        ask = {"prompt": "abcd", "max_tokens": 7, "ignore_eos": True, "temperature": 0}
+        want = server.post(COMPLETE, ask).json()["choices"][0]["text"]
+        assert server.post("/sleep?level=3").status_code == 400
+        assert server.post("/sleep?level=2").status_code == 200
+        assert server.post("/sleep").status_code == 409 and server.get("/is_sleeping").json() == {"is_sleeping": True}
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(server.post(COMPLETE, ask).json()["choices"][0]["text"]))
+        thread.start()
+        assert server.post("/wake_up?tags=weights&tags=kv_cache").status_code == 200 and not found
+        body = {"model_path": tiny_args.model, "weight_version": 5, "abort_all_requests": False}
+        assert server.post("/update_weights_from_disk", body).json()["weight_version"] == 5
+        thread.join(20)
+        assert found == [want] and server.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert metric(server, "minivllm:weight_version") == 5
+        wrong = server.post("/update_weights_from_disk", {"model_path": "/nowhere"})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "model_path"

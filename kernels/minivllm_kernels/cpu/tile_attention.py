@@ -68,7 +68,7 @@ def make_block(s: CPUAttentionShape, count: int) -> Any:
             tiles_clear(count)
             panel = keys + k // (2 * TILE) * PANEL
             for d in range(0, D, 2 * TILE):
-                tiles_multiply(queries + 2 * d, 2 * D, panel + d // 2 * PAIR_BYTES, PAIR_BYTES, count, 0, 0, 0)
+                tiles_multiply(queries + 2 * d, 2 * D, panel + d // 2 * PAIR_BYTES, PAIR_BYTES, count, 0, 0)
             tiles_store(scores + 4 * k, 4 * STRIDE, count)
         all_scores, all_weights, results = floats_at(scores, 32), floats_at(weights, 16), floats_at(result, 32)
         for i in range(rows):
@@ -81,7 +81,7 @@ def make_block(s: CPUAttentionShape, count: int) -> Any:
             tiles_load(result + 4 * d, 4 * STATE, count)
             for k in range(0, T, 2 * TILE):
                 panel = values + k // (2 * TILE) * PANEL + d // 2 * PAIR_BYTES
-                tiles_multiply(weights + 2 * k, 2 * T, panel, PAIR_BYTES, count, 0, 0, 0)
+                tiles_multiply(weights + 2 * k, 2 * T, panel, PAIR_BYTES, count, 0, 0)
             tiles_store(result + 4 * d, 4 * STATE, count)
 
     return do_block

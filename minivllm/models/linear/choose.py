@@ -83,5 +83,5 @@ def _explain_quantized(
         raise ImportError(f"quantized weights are multiplied by numba: {_NO_NUMBA}")
     from minivllm.models.linear.quantized import explain
 
-    name = f"torch_{name}" if wanted == "torch" else name
+    name = f"torch_{name}" if wanted == "torch" else f"invariant_{name}" if batch_invariant else name
     return name, explain(name)

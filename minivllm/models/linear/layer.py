@@ -17,7 +17,7 @@ from minivllm.models.linear.grouped import QuantizedWeight, StoredLinear
 from minivllm.models.linear.unquantized import matmul_by_tiles
 from minivllm.models.parallel import TensorGroup
 
-QUANTIZED = (*INTEGER_BITS, *(f"torch_{name}" for name in INTEGER_BITS))
+QUANTIZED = tuple(f"{how}{name}" for how in ("", "torch_", "invariant_") for name in INTEGER_BITS)
 """Methods that round a weight to 8 bits, or to 4 with a scale for every group of inputs, when it is loaded."""
 
 
@@ -175,13 +175,26 @@ class Linear(Module):
     ) -> None:
         self.in_features, self.parts, self.has_bias, self.dtype = in_features, dict(parts), bias, dtype
         self.device, self.out_dtype, self.share = device, out_dtype, shard
-        self.method_name = method
+        self.method_name, self._shared = method, weight
         self.method = self._make(method)
-        if weight is None:
-            self.method.create_weights(in_features, self.out_features, bias=bias, dtype=dtype, device=device)
-        else:
-            self.method.weights = {"weight": weight}
+        self._make_room(self.method)
         self._kinds = tuple(self.method.weights)
+
+    def _make_room(self, method: LinearMethod) -> None:
+        if self._shared is not None:
+            method.weights = {"weight": self._shared}
+            return
+        bias, dtype, device = self.has_bias, self.dtype, self.device
+        method.create_weights(self.in_features, self.out_features, bias=bias, dtype=dtype, device=device)
+
+    def renew(self) -> None:
+        """Make room for a weight that is loaded anew: what was packed or came quantized is let go, what lies as a checkpoint
+        has it is written over in its place."""
+        if all(kind in self.method.weights for kind in self._kinds):
+            return
+        method = self._make(self.method_name)
+        self._make_room(method)
+        self.method = self.method.replaced(method)
 
     def _make(self, name: str) -> LinearMethod:
         method = make_linear_method(name)

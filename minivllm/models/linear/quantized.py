@@ -18,7 +18,7 @@ from minivllm.models.linear.grouped import (
     unpack_nibbles,
 )
 from minivllm.models.linear.unquantized import TorchLinear
-from minivllm_kernels.cpu.matmul.layout import ITEM, SPAN, QuantizedMatmul
+from minivllm_kernels.cpu.matmul.layout import FEW, ITEM, SPAN, QuantizedMatmul, host_tiles
 
 
 def quantize_rows(weight: Tensor) -> GroupedWeight:
@@ -117,7 +117,8 @@ def whole_codes(codes: Tensor) -> tuple[Tensor, float]:
 
 
 class PackedWeight(RepackedWeight):
-    """A `GroupedWeight` in the order of the CPU's kernel, which rounds activations to 8 bits, 32 or more of a row together.
+    """A `GroupedWeight` in the order of the CPU's kernel, which rounds activations to 8 bits, 32 or more of a row together, except for
+    many rows of bf16 where there is a tile unit.
 
     A code book that is not made of halves is rounded to parts of 127 of its largest entry.
 
@@ -125,6 +126,7 @@ class PackedWeight(RepackedWeight):
         dtype: of the activations, float32 or bfloat16.
         bias: float32 [outputs], added to the results.
         out_dtype: of the results, if it is another one.
+        tiles: see `QuantizedMatmul`.
 
     Raises:
         ValueError: `pack_problem`.
@@ -136,6 +138,7 @@ class PackedWeight(RepackedWeight):
         dtype: torch.dtype,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        tiles: bool = True,
     ) -> None:
         if problem := pack_problem(weight):
             raise ValueError(f"no kernel for this weight: {problem}")
@@ -167,6 +170,7 @@ class PackedWeight(RepackedWeight):
             out_bits=8 * (out_dtype or dtype).itemsize,
             bias=0 if bias is None else bias.data_ptr(),
             codes=0 if self.table is None else self.table.data_ptr(),
+            tiles=tiles,
         )
 
     def apply(self, x: Tensor, matmul: Any = None) -> Tensor:
@@ -231,6 +235,7 @@ class QuantizedLinear(TorchLinear):
     Args:
         bits: 8 (a scale for each output) or 4.
         group: inputs with a scale and a low of their own, for 4 bits.
+        tiles: see `QuantizedMatmul`.
 
     Attributes:
         value: the weight; None until it was loaded.
@@ -238,9 +243,9 @@ class QuantizedLinear(TorchLinear):
 
     capturable = True
 
-    def __init__(self, bits: int, group: int | None = None) -> None:
+    def __init__(self, bits: int, group: int | None = None, tiles: bool = True) -> None:
         super().__init__()
-        self.bits, self.group = bits, group
+        self.bits, self.group, self.tiles = bits, group, tiles
         self.value: QuantizedWeight | None = None
 
     def problem(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -259,7 +264,7 @@ class QuantizedLinear(TorchLinear):
         self.value = self._pack(quantize(weight, self.bits, self.group), own)
 
     def _pack(self, value: GroupedWeight, bias: Tensor | None) -> QuantizedWeight:
-        return PackedWeight(value, self.dtype, bias, self.out_dtype)
+        return PackedWeight(value, self.dtype, bias, self.out_dtype, self.tiles)
 
     def apply(self, x: Tensor) -> Tensor:
         """See `LinearMethod`."""
@@ -292,17 +297,20 @@ class TorchQuantizedLinear(QuantizedLinear):
 
 
 def quantized_linear(name: str) -> QuantizedLinear:
-    """The method `int8`, or `int4_` and the inputs of a group; by torch alone with `torch_` before it."""
-    kind = name.removeprefix("torch_")
-    cls = QuantizedLinear if kind == name else TorchQuantizedLinear
-    return cls(8) if kind == "int8" else cls(4, int(kind.removeprefix("int4_")))
+    """The method `int8`, or `int4_` and the inputs of a group; by torch alone with `torch_` before it, with the same bits in any batch
+    with `invariant_`."""
+    kind = name.removeprefix("torch_").removeprefix("invariant_")
+    cls = TorchQuantizedLinear if name.startswith("torch_") else QuantizedLinear
+    bits, group = (8, None) if kind == "int8" else (4, int(kind.removeprefix("int4_")))
+    return cls(bits, group, not name.startswith("invariant_"))
 
 
 def explain(name: str) -> str:
     """What the weights of a method are, and how they are multiplied, in words."""
-    what, kind = "8 bits, a scale for each output", name.removeprefix("torch_")
+    what, kind = "8 bits, a scale for each output", name.removeprefix("torch_").removeprefix("invariant_")
     if kind != "int8":
         what = f"4 bits, a scale and a low for {kind.removeprefix('int4_')} inputs, output layer 8 bits"
-    if kind != name:
+    if name.startswith("torch_"):
         return f"weights of {what}; torch writes them out in every step"
-    return f"weights of {what}; numba multiplies whole numbers, with activations rounded to 8 bits"
+    many = "" if kind != name or not host_tiles() else f"; more than {FEW} rows of bf16 by the tile unit, as they are"
+    return f"weights of {what}; numba multiplies whole numbers, with activations rounded to 8 bits{many}"

@@ -205,6 +205,11 @@ class SelfAttention(Mixer):
             k, v = self._scales.get("k"), self._scales.get("v")
             self.backend = self.backend.scaled(KVScales(k or v or 1.0, v or k or 1.0))
 
+    def renew(self) -> None:
+        if self.kv_dtype is not None and self._scales:
+            self.backend = self.backend.scaled(KVScales(1.0, 1.0))
+        self._scales = {}
+
 
 def _temperatures(positions: Tensor, floor: int, scale: float) -> Tensor:
     """Factors on the queries, float32 [T]; see `SelfAttentionSpec`."""

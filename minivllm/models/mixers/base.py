@@ -180,6 +180,9 @@ class Mixer(Module):
     def process_weights_after_loading(self) -> None:
         """Called once everything is loaded, and linear layers have their final form."""
 
+    def renew(self) -> None:
+        """Forget what `optional_targets` has loaded. Called before weights are loaded anew."""
+
 
 MIXERS: dict[type[MixerSpec], type[Mixer]] = {}
 """From the type of a spec to the module that it becomes."""

@@ -73,14 +73,15 @@ class Call:
     answers: dict[int, Any] = field(default_factory=dict)
 
     def answer(self, rank: int, failed: bool, value: Any) -> bool:
-        """Take an answer; whether the call is done."""
-        if failed:
-            self.future.set_exception(value)
-        elif rank in self.ranks:
+        """Take an answer; whether the call is done. One that is not fatal may fail on several ranks: all are waited for."""
+        if rank in self.ranks:
             self.answers[rank] = value
-            if len(self.answers) == len(self.ranks):
-                self.future.set_result([self.answers[rank] for rank in self.ranks])
-        return self.future.done()
+        whole = len(self.answers) == len(self.ranks)
+        if failed and not self.future.done():
+            self.future.set_exception(value)
+        elif whole and not self.future.done():
+            self.future.set_result([self.answers[rank] for rank in self.ranks])
+        return self.future.done() and (self.fatal or whole)
 
 
 class StepResult:

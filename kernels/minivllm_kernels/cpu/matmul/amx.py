@@ -28,8 +28,8 @@ from minivllm_kernels.cpu.simd import (
 )
 
 __all__ = [
-    "make_pass", "matmul", "move_sums", "tiles_begin", "tiles_clear", "tiles_end", "tiles_load",
-    "tiles_multiply", "tiles_store",
+    "make_pass", "make_write_rows", "matmul", "move_sums", "tiles_begin", "tiles_clear", "tiles_end",
+    "tiles_load", "tiles_multiply", "tiles_store",
 ]  # fmt: skip
 
 """Matmul of bf16 rows by a weight in oneDNN's order by the CPU's tile unit (Intel AMX). Sums are float32, in an order that does
@@ -62,12 +62,9 @@ def tiles_end(b):
 
 
 @primitive(types.void)
-def tiles_multiply(
-    b, x: Int, x_stride: Int, weight: Int, weight_stride: Int, count: Const, whole: Const, ahead: Int, pairs: Const
-):
+def tiles_multiply(b, x: Int, x_stride: Int, weight: Int, weight_stride: Int, count: Const, ahead: Int, pairs: Const):
     """Add the matmuls of `count` tiles of rows and two of weights to the sums. Addresses, and bytes from one row to the next.
-    `whole`: 0 for bf16 and float32 sums, 1 for signed bytes and int32 sums. `ahead`: address of weights to prefetch, `pairs` pairs of
-    inputs."""
+    `ahead`: address of weights to prefetch, `pairs` pairs of inputs."""
     lines = [(pair, 64 * v) for pair in range(pairs) for v in range(2)]
     for v in range(2):
         instruct(b, "tileloadd64", RIGHT + v, pointer(b, weight, ir.Constant(I64, 4 * TILE * v)), weight_stride)
@@ -75,7 +72,7 @@ def tiles_multiply(
         below = b.mul(x_stride, ir.Constant(I64, TILE * r))
         instruct(b, "tileloadd64", LEFT + r, pointer(b, x, below), x_stride)
         for v in range(2):
-            instruct(b, "tdpbssd" if whole else "tdpbf16ps", SUMS + 2 * r + v, LEFT + r, RIGHT + v)
+            instruct(b, "tdpbf16ps", SUMS + 2 * r + v, LEFT + r, RIGHT + v)
             # in one burst they would take all fill buffers, and the next tiles would wait for memory
             for pair, offset in lines[2 * r + v :: 2 * count]:
                 below = b.mul(weight_stride, ir.Constant(I64, pair))
@@ -117,7 +114,7 @@ def make_pass(count: int, pairs: int) -> Any:
     def run_pass(x, x_stride, weight, weight_stride, steps, sums, ahead):
         """`steps` tiles of inputs, one after the other. ahead: address of the weights to prefetch."""
         for _ in range(steps):
-            tiles_multiply(x, x_stride, weight, weight_stride, count, 0, ahead, pairs)
+            tiles_multiply(x, x_stride, weight, weight_stride, count, ahead, pairs)
             x += 4 * TILE
             weight += TILE * weight_stride
             ahead += pairs * weight_stride
@@ -126,15 +123,12 @@ def make_pass(count: int, pairs: int) -> Any:
     return run_pass
 
 
-def matmul(out_bits: int) -> Callable[[Any], None]:
-    """Body of the kernel. Arguments: see `layout.PackedMatmul`; inputs are a multiple of `2 * TILE`. ``out_bits``: see `packed.matmul`."""
-    (one, two), (one_of_two, two_of_two) = ((make_pass(n, pairs) for n in (1, 2)) for pairs in (TILE, TILE // 2))
+def make_write_rows(out_bits: int) -> Any:
+    """A function that writes rows of sums, `count` from row `r` on, to the results. ``out_bits``: see `packed.matmul`."""
     write_row = make_write_row(TILE, 16, out_bits)
-    ROW = out_bits // 8 * ITEM
 
     @jit
     def write_rows(args, sums, r, count, first):
-        """`count` rows of sums to the results, from row `r` on."""
         outputs, to = args[layout.OUTPUTS], floats_at(args[layout.OUT], out_bits)
         if out_bits == 16 and outputs - first >= ITEM and args[layout.BIAS] == 0:
             for i in range(count):
@@ -144,6 +138,14 @@ def matmul(out_bits: int) -> Callable[[Any], None]:
         else:
             for i in range(count):
                 write_row(args, floats_at(sums + 4 * i * ITEM, 32), r + i, first, min(outputs - first, ITEM))
+
+    return write_rows
+
+
+def matmul(out_bits: int) -> Callable[[Any], None]:
+    """Body of the kernel. Arguments: see `layout.PackedMatmul`; inputs are a multiple of `2 * TILE`. ``out_bits``: see `packed.matmul`."""
+    (one, two), (one_of_two, two_of_two) = ((make_pass(n, pairs) for n in (1, 2)) for pairs in (TILE, TILE // 2))
+    write_rows, ROW = make_write_rows(out_bits), out_bits // 8 * ITEM
 
     @jit
     def weight_of(args, item):

@@ -220,27 +220,48 @@ def round_bytes(b, where: Int, x: Vec):
     return b.fsub(shifted, const(1.5 * 2**23, lanes))
 
 
+def fields_of(b: Any, words: Any, bits: int, table: Any) -> list[tuple[Any, int]]:
+    """The weights of words, for each input a vector of bits and where in the mantissa of a float32 they stand."""
+    lanes, coded = words.type.count, table is not None
+    shifted = {
+        by: b.shl(words, const(by, lanes, I32)) if by > 0 else b.lshr(words, const(-by, lanes, I32))
+        for by in (() if coded or bits == 8 else (12, 4, -4, -12))
+    }
+    if shifted:  # inputs 0 to 3 in the low halves of the bytes, 4 to 7 in the high ones
+        return [(x, place) for place in (12, 16) for x in shifted.values()]
+    places = bytes_of(b, words, bits, table, FOURS)
+    return [
+        (b.shl(x, const(by, lanes, I32)) if by > 0 else b.lshr(x, const(-by, lanes, I32)), 15)
+        for x in places
+        for by in (15, 7, -1, -9)
+    ]
+
+
 @primitive(types.void)
-def unpack_bytes(
-    b,
-    into: Int,
-    words: Array,
-    at: Int,
-    count: Const,
-    bits: Const,
-    table: Array,
-    coded: Const,
-    zero: Const,
-    lanes: Const,
+def unpack_pairs(
+    b, into: Int, words: Array, at: Int, bits: Const, table: Array, coded: Const, zero: Const, steps: Tile, lows: Tile
 ):
-    """Write the weights of `count` rows of `ITEM` words less `zero` as signed bytes: four inputs of `ITEM` outputs, then the next four."""
+    """Write the weights of `SPAN` inputs and `ITEM` outputs as bf16 to an address: pairs of inputs, for all outputs, then the next pair.
+
+    Bits that stand in the mantissa of a number from 1 to 2 are a float32 already; one multiply-add makes `(u - zero) * step + low` of it.
+    """
     codes = table.read(ir.Constant(I64, 0), vec(16, I8), 1) if coded else None
-    line = 0
-    for w in range(count):
-        some = [words.read(plus(b, at, w * ITEM + i), vec(lanes, I32), 4) for i in range(0, ITEM, lanes)]
-        for parts in zip(*(bytes_of(b, one, bits, codes, FOURS) for one in some), strict=True):
-            for i, part in enumerate(parts):
-                signed = b.sub(b.bitcast(part, vec(4 * lanes, I8)), const(zero, 4 * lanes, I8))
-                to = b.add(into, ir.Constant(I64, 4 * (line * ITEM + i * lanes)))
-                b.store(signed, b.inttoptr(to, signed.type.as_pointer()), align=1)
-            line += 1
+    lanes, width, per_word = steps[0].type.count, 8 if coded else bits, 32 // bits
+    for v, (step, low) in enumerate(zip(steps, lows, strict=True)):
+        base, scaled = multiply_add(b, const(-float(zero), lanes), step, low), {}
+        for place in (15,) if width == 8 else (12, 16):
+            factor = b.fmul(step, const(2.0 ** (23 - place), lanes))
+            scaled[place] = factor, b.fsub(base, factor)
+        for w in range(SPAN // per_word):
+            word = words.read(plus(b, at, w * ITEM + v * lanes), vec(lanes, I32), 4)
+            found = []
+            for x, place in fields_of(b, word, bits, codes):
+                x = b.and_(x, const((1 << width) - 1 << place, lanes, I32))
+                x = b.bitcast(b.or_(x, const(0x3F800000, lanes, I32)), vec(lanes))
+                x = b.bitcast(multiply_add(b, x, *scaled[place]), vec(lanes, I32))
+                found.append(b.add(x, const(0x8000, lanes, I32)))
+            for i in range(0, per_word, 2):
+                first = b.lshr(found[i], const(16, lanes, I32))
+                pair = b.or_(first, b.and_(found[i + 1], const(0xFFFF0000, lanes, I32)))
+                to = b.add(into, ir.Constant(I64, 4 * ((w * per_word + i) // 2 * ITEM + v * lanes)))
+                b.store(pair, b.inttoptr(to, pair.type.as_pointer()), align=4)

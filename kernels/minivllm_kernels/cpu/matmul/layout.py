@@ -188,22 +188,15 @@ def host_tiles() -> bool:
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
-def host_byte_tiles() -> bool:
-    """Whether the tile unit multiplies bytes as well."""
-    return "+amx-int8" in host_machine()[2].split(",")
-
-
 @functools.cache
-def tile_configs(width: int = 64) -> np.ndarray:
-    """uint8 [33, 64]: AMX tile configurations for 0 to 32 rows, in two tiles of rows of `width` bytes, a multiple of 4. See `amx`."""
+def tile_configs() -> np.ndarray:
+    """uint8 [33, 64]: AMX tile configurations for 0 to 32 rows, in two tiles of rows. See `amx`."""
     configs = np.zeros((2 * TILE + 1, 64), np.uint8)
     configs[:, 0] = 1
     for n, config in enumerate(configs):
         upper, lower = min(n, TILE), max(n - TILE, 0)
-        config[48:56] = (upper, upper, lower, lower, upper, lower, width // 4, width // 4)
-        config[16:32:2] = np.array([64, 64, 64, 64, width, width, 64, 64]) * (
-            config[48:56] > 0
-        )  # bytes of a row; a register that is not used has none
+        config[48:56] = (upper, upper, lower, lower, upper, lower, 16, 16)
+        config[16:32:2] = 64 * (config[48:56] > 0)  # bytes of a row; a register that is not used has none
     return configs
 
 
@@ -261,13 +254,16 @@ class PackedMatmul(Matmul):
         self.args[AT_ONCE] = min(max(self.args[COUNT] * groups // (16 * threads), 1), 8)
 
 
-ROUNDED, ROW_BYTES, SHIFT, CODES = range(AT_ONCE + 1, AT_ONCE + 5)
+ROUNDED, ROW_BYTES, SHIFT, CODES, ROWS_BYTES = range(AT_ONCE + 1, AT_ONCE + 6)
 """Further arguments of the quantized matmul, after `PADDED`, `BLOCK` (unused), `CONFIGS` and `AT_ONCE` (unused): address of the rounded rows, 0 if each
-thread rounds them; bytes of a rounded row; how often the number of a group is halved to find its scale; address of the code book."""
+thread rounds them; bytes of a rounded row; how often the number of a group is halved to find its scale; address of the code book; bytes of
+a block of `TILE` rounded rows."""
 SPAN = 32
 """Inputs whose dot products fit into 16 bits; a group has a multiple of them."""
 PLAIN, PAIRS, FOURS = range(3)
 """What a CPU has for dot products of bytes: nothing, sums of two products in 16 bits (AVX2), sums of four in 32 bits (VNNI)."""
+PANEL = 192
+"""Inputs of an item whose weights are written out at once, for all rows: what the first cache has room for beside the rows."""
 FEW = 8
 """Up to this many rows are rounded by each thread, and multiplied by the vector units."""
 
@@ -298,6 +294,7 @@ class QuantizedMatmul(Matmul):
         x_bits, out_bits: of rows and results: 16 (bf16) or 32 (float32). Results are rounded as the rows are.
         bias: address of float32 [outputs], or 0.
         codes: address of 16 bytes, the numbers that 4 bits stand for, plus 128; 0 if they stand for themselves.
+        tiles: let the tile unit, where there is one, multiply many rows of bf16 as they are: a row's rounding then depends on the batch.
 
     Raises:
         ValueError: formats or sizes that no kernel is made for.
@@ -321,6 +318,7 @@ class QuantizedMatmul(Matmul):
         out_bits: int,
         bias: int = 0,
         codes: int = 0,
+        tiles: bool = True,
     ) -> None:
         if (bits, x_bits, out_bits) not in itertools.product((8, 4), (16, 32), (16, 32)) or scale_bits not in (16, 32):
             raise ValueError(
@@ -333,13 +331,16 @@ class QuantizedMatmul(Matmul):
         form = bits, int(codes != 0), parts, scale_bits, group, zero, x_bits, out_bits, host_unit()
         machine, name = (host_lanes(), host_registers()), "minivllm_kernels.cpu.matmul.quantized"
         self._round = f"{name}:round_rows", x_bits, group, zero, host_lanes()
-        self._by_tiles = (f"{name}:matmul_by_tiles", *form) if host_tiles() and host_byte_tiles() else None
+        by_tiles = tiles and host_tiles() and x_bits == 16 and inputs % SPAN == 0
+        self._by_tiles = (f"{name}:matmul_by_tiles", *form[:6], out_bits, host_unit()) if by_tiles else None
         self._items, tail = -(-outputs // ITEM), 4 * group if padded > inputs else 0
-        self.row_bytes = -(-(padded + 12 * (padded // group) + tail) // 64) * 64
-        extra = padded, 0, tile_configs(min(group, 64))[-1:].ctypes.data, 1, 0, self.row_bytes, shift, codes
+        row_bytes = 64 * (
+            -(-(padded + tail) // 64) | 1
+        )  # an odd number of lines, so that rows lie in different sets of a cache
+        self.rows_bytes = TILE * (row_bytes + 12 * (padded // group))
+        extra = padded, 0, tile_configs().ctypes.data, 1, 0, row_bytes, shift, codes, self.rows_bytes
         few = kernel(f"{name}:matmul", *form, *machine)
         super().__init__(few, self._items, outputs, inputs, x_bits, out_bits, words, bias, scales, *extra)
-        self._group = group
 
     def __call__(self, x: int, out: int, rows: int, threads: int) -> None:
         """See `Matmul`. Many rows are rounded by a separate kernel, which all threads share."""
@@ -348,21 +349,22 @@ class QuantizedMatmul(Matmul):
             n = min(self.ROWS_PER_LAUNCH, rows - first)
             args[ROWS], args[X] = n, x + first * self.inputs * self.x_bytes
             args[OUT] = out + first * self.outputs * self.out_bytes
+            places = -(-n // TILE) * TILE
             if n <= FEW:
-                self._launch(self.kernel, 0, 32 * ITEM + FEW * self.row_bytes, threads)
+                self._launch(self.kernel, 0, 32 * ITEM + self.rows_bytes, threads)
             elif self._by_tiles is None:
-                self._launch(self.kernel, -(-n // FEW) * FEW, 32 * ITEM, threads)
+                self._launch(self.kernel, places, 32 * ITEM, threads)
             else:
-                places = -(-n // TILE) * TILE
-                self._launch(kernel(*self._by_tiles), places, (8 * TILE + self._group + 4 * places) * ITEM, threads)
+                self._launch(kernel(*self._by_tiles), 0, (2 * PANEL + 4 * places) * ITEM, threads)
 
     def _launch(self, matmul: Kernel, places: int, size: int, threads: int) -> None:
         """Round the rows to this many places, if any, and multiply with `size` bytes of memory for each thread."""
         args, size = self.args, -(-size // 64) * 64
-        room = LAUNCHER.scratch(places * self.row_bytes + threads * size)
+        rounded = places // TILE * self.rows_bytes
+        room = LAUNCHER.scratch(rounded + threads * size)
         args[ROUNDED], args[COUNT] = room if places else 0, places
         if places:
             LAUNCHER.run(kernel(*self._round), args, threads)
-        args[SCRATCH], args[SCRATCH_BYTES] = room + places * self.row_bytes, size
+        args[SCRATCH], args[SCRATCH_BYTES] = room + rounded, size
         args[COUNT] = self._items
         LAUNCHER.run(matmul, args, threads)

@@ -1,4 +1,4 @@
-"""CPU matmul by weights of 8 and 4 bits, in groups, with activations rounded to 8 bits."""
+"""CPU matmul by weights of 8 and 4 bits, in groups: whole numbers for few rows, tiles of bf16 for many."""
 
 # Generated from nbs/numba_kernels/cpu/matmul/quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT
 from minivllm_kernels.cpu.matmul import layout
-from minivllm_kernels.cpu.matmul.amx import tiles_begin, tiles_clear, tiles_end, tiles_multiply, tiles_store
-from minivllm_kernels.cpu.matmul.dots import halves, round_bytes, tile_dots, tile_rescaled, tile_spread, unpack_bytes
+from minivllm_kernels.cpu.matmul.amx import make_pass, make_write_rows, tiles_begin, tiles_end, tiles_load
+from minivllm_kernels.cpu.matmul.dots import halves, round_bytes, tile_dots, tile_rescaled, tile_spread, unpack_pairs
 from minivllm_kernels.cpu.matmul.gemv import filled, jit, make_write_row, matmul_loop
 from minivllm_kernels.cpu.matmul.layout import ITEM, SPAN, TILE, TILE_ROWS
 from minivllm_kernels.cpu.matmul.packed import find_outputs, tile_vectors
@@ -25,7 +25,6 @@ from minivllm_kernels.cpu.simd import (
     move,
     prefetch,
     splat,
-    store,
     tile_fma,
     tile_load,
     tile_store,
@@ -36,18 +35,19 @@ from minivllm_kernels.cpu.simd import (
 __all__ = ["matmul", "matmul_by_tiles", "round_rows"]
 
 """Matmul by a quantized weight, with rows rounded to 8 bits, a step for each group of inputs. The dot product of a group is exact,
-and the groups are added in one order: a row's result is bit-identical in any batch, and by any of these kernels."""
+and the groups are added in one order: a row's result is bit-identical in any batch. `matmul_by_tiles` is another thing: it takes rows of bf16 as
+they are."""
 
 ZERO, FULL, TINY = np.float32(0), np.float32(127), np.float32(1e-30)
 
 
 def make_take_row(x_bits: int, group: int, zero: int, lanes: int) -> Any:
-    """A function `(args, row, to)` that writes a row to an address: bytes, then for each group its step, `-zero` times its sum of
-    bytes (int32), and its sum. What is not finite makes the step NaN."""
+    """A function `(args, row, block, r)` that writes a row to place `r` of a block of rows: bytes, then for each group its step, `-zero`
+    times its sum of bytes (int32), and its sum, those of all rows together. What is not finite makes the step NaN."""
     G, L = group, lanes
 
     @jit
-    def take_group(source, first, to, g, groups, behind):
+    def take_group(source, first, to, behind):
         top, wrong = splat(ZERO, L), splat(ZERO, L)
         for k in range(0, G, L):
             some = load(source, first + k, L)
@@ -57,27 +57,43 @@ def make_take_row(x_bits: int, group: int, zero: int, lanes: int) -> Any:
         inverse = FULL / size if size > TINY else ZERO
         sums = splat(ZERO, L)
         for k in range(0, G, L):
-            sums = sums + round_bytes(to + g * G + k, load(source, first + k, L) * splat(inverse, L))
+            sums = sums + round_bytes(to + k, load(source, first + k, L) * splat(inverse, L))
         numbers, whole, count = floats_at(behind, 32), ints_at(behind, 32), total(sums)
         step = (size / FULL if size > TINY else ZERO) + total(wrong)
-        numbers[g], whole[groups + g], numbers[2 * groups + g] = step, np.int32(-zero * count), step * count
+        numbers[0], whole[TILE], numbers[2 * TILE] = step, np.int32(-zero * count), step * count
 
     @jit
-    def take_row(args, row, to):
+    def take_row(args, row, block, r):
         x, inputs, padded = floats_at(args[layout.X], x_bits), args[layout.INPUTS], args[layout.PADDED]
-        behind, groups, whole = to + padded, padded // G, inputs // G
+        to, behind, whole = block + r * args[layout.ROW_BYTES], numbers_of(args, block) + 4 * r, inputs // G
         for g in range(whole):
-            take_group(x, row * inputs + g * G, to, g, groups, behind)
-        if whole < groups:
-            last = floats_at(behind + 12 * groups, 32)
+            take_group(x, row * inputs + g * G, to + g * G, behind + g * NUMBERS * 4)
+        if whole * G < padded:
+            last = floats_at(to + padded, 32)
             for k in range(G):
                 if whole * G + k < inputs:
                     move(last, k, x, row * inputs + whole * G + k)
                 else:
                     last[k] = ZERO
-            take_group(last, 0, to, whole, groups, behind)
+            take_group(last, 0, to + whole * G, behind + whole * NUMBERS * 4)
 
     return take_row
+
+
+NUMBERS = 3 * TILE
+"""Numbers of 32 bits that a group of a block of rows has."""
+
+
+@jit
+def numbers_of(args, block):
+    """Where those of the first group begin."""
+    return block + TILE * args[layout.ROW_BYTES]
+
+
+@jit
+def block_of(args, rounded, row):
+    """Address of the block that a row is in."""
+    return rounded + row // TILE * args[layout.ROWS_BYTES]
 
 
 def round_rows(x_bits: int, group: int, zero: int, lanes: int) -> Callable[[Any], None]:
@@ -89,7 +105,8 @@ def round_rows(x_bits: int, group: int, zero: int, lanes: int) -> Callable[[Any]
             place = claim(args, NEXT, 1)
             if place >= args[COUNT]:
                 break
-            take_row(args, min(place, args[layout.ROWS] - 1), args[layout.ROUNDED] + place * args[layout.ROW_BYTES])
+            block = block_of(args, args[layout.ROUNDED], place)
+            take_row(args, min(place, args[layout.ROWS] - 1), block, place % TILE)
 
     return body
 
@@ -117,23 +134,23 @@ def make_tile(rows: int, form: tuple[int, int, int, int, int], unit: int, lanes:
     def tile(args, item, mine, r, sums):
         """sums[i * ITEM + n] = row r + i . weight[item * ITEM + n]."""
         words, padded, groups = ints_at(args[layout.WEIGHT], 32), args[layout.PADDED], args[layout.PADDED] // G
-        stride, shift = args[layout.ROW_BYTES] // 4, args[layout.SHIFT]
-        x, numbers, codes = ints_at(mine, 32), floats_at(mine, 32), ints_at(args[layout.CODES], 32)
-        at, behind = r * stride, r * stride + padded // 4
+        stride, shift, block = args[layout.ROW_BYTES] // 4, args[layout.SHIFT], block_of(args, mine, r)
+        x, numbers, codes = ints_at(block, 32), floats_at(numbers_of(args, block), 32), ints_at(args[layout.CODES], 32)
         for n in range(0, ITEM, V * L):
             w, totals = item * (padded * BITS) + n, tile_zeros(SUMS, L)
-            scale = item * ((groups - 1 >> shift) + 1) * PARTS * ITEM + n
+            scale, at = item * ((groups - 1 >> shift) + 1) * PARTS * ITEM + n, r % TILE
             for g in range(groups):
-                dots = tile_spread(numbers, behind + groups + g, stride, ROWS, V, L)
-                for k in range(at + g * (G // 4), at + (g + 1) * (G // 4), SPAN // 4):
+                dots, first = tile_spread(numbers, at + TILE, 1, ROWS, V, L), r % TILE * stride + g * (G // 4)
+                for k in range(first, first + G // 4, SPAN // 4):
                     for line in range(WORDS):
                         prefetch(words, w + (16 + line) * ITEM, BYTES)
                     dots = tile_dots(dots, x, k, stride, words, w, V, BITS, codes, CODED, unit)
                     w += WORDS * ITEM
                 here = scale + (g >> shift) * PARTS * ITEM
-                totals = tile_rescaled(totals, dots, numbers, behind + g, stride, read(args, here))
+                totals = tile_rescaled(totals, dots, numbers, at, 1, read(args, here))
                 if PARTS == 2:
-                    totals = tile_fma(totals, numbers, behind + 2 * groups + g, stride, read(args, here + ITEM))
+                    totals = tile_fma(totals, numbers, at + 2 * TILE, 1, read(args, here + ITEM))
+                at += NUMBERS
             tile_store(sums, n, ITEM, V, totals)
 
     return tile
@@ -169,75 +186,69 @@ def matmul(
         if args[layout.ROUNDED] != 0:
             return args[layout.ROUNDED]
         for r in range(filled(args[layout.ROWS])):
-            take_row(args, min(r, args[layout.ROWS] - 1), where + r * args[layout.ROW_BYTES])
+            take_row(args, min(r, args[layout.ROWS] - 1), where, r)
         return where
 
     return matmul_loop(find_outputs, take_rows, tiles, make_write_row(lanes, x_bits, out_bits))
 
 
-def make_block(count: int, parts: int, group: int) -> Any:
-    """A function that multiplies `count` tiles of rows with a group of an item's weights, and adds to the sums."""
-    G, WIDTH, LINE = group, min(group, 4 * TILE), 4 * ITEM
-
-    @jit
-    def block(rounded, stride, padded, g, weight, dots, sums, step, low):
-        tiles_clear(count)
-        for k in range(0, G, WIDTH):
-            tiles_multiply(rounded + g * G + k, stride, weight + k * ITEM, LINE, count, 1, 0, 0)
-        tiles_store(dots, LINE, count)
-        numbers, wide, groups = floats_at(rounded + padded, 32), stride // 4, padded // G
-        some, whole = floats_at(sums, 32), floats_at(dots, 32)
-        for r in range(0, count * TILE, 4):
-            tile, at = tile_load(some, r * ITEM, ITEM, 4, 2, TILE), r * wide + g
-            tile = tile_rescaled(tile, tile_load(whole, r * ITEM, ITEM, 4, 2, TILE), numbers, at, wide, step)
-            if parts == 2:
-                tile = tile_fma(tile, numbers, at + 2 * groups, wide, low)
-            tile_store(some, r * ITEM, ITEM, 2, tile)
-
-    return block
-
-
 def matmul_by_tiles(
-    bits: int, coded: int, parts: int, scale_bits: int, group: int, zero: int, x_bits: int, out_bits: int, unit: int
+    bits: int, coded: int, parts: int, scale_bits: int, group: int, zero: int, out_bits: int, unit: int
 ) -> Callable[[Any], None]:
-    """Body of the kernel for the tile unit, for rows that are rounded already. Otherwise as `matmul`."""
-    G, LINES, LINE = group, group * bits // 32, 4 * ITEM
-    write_row, read = make_write_row(TILE, x_bits, out_bits), make_steps(2, TILE, scale_bits, unit)
-    one, two = make_block(1, parts, group), make_block(2, parts, group)
+    """Body of the kernel for the tile unit, for many rows of bf16. An item's weights are written out as bf16, some inputs at a time, for all
+    rows. (Products of bytes would need one look at the sums for each group: to read tiles takes longer than to multiply.) Otherwise as `matmul`.
+    """
+    LINES, LINE, PANEL = SPAN * bits // 32, 4 * ITEM, layout.PANEL
+    write_rows, read = make_write_rows(out_bits), make_steps(2, TILE, scale_bits, unit)
+    one, two, one_more, two_more = (make_pass(n, pairs) for pairs in (LINES, 0) for n in (1, 2))
 
     @jit
-    def do_item(args, item, sums, dots, weight):
-        words, padded, rows = ints_at(args[layout.WEIGHT], 32), args[layout.PADDED], args[layout.ROWS]
-        groups, stride, shift = padded // G, args[layout.ROW_BYTES], args[layout.SHIFT]
-        rounded, codes, clear = args[layout.ROUNDED], ints_at(args[layout.CODES], 32), floats_at(sums, 32)
-        for i in range(0, (rows + TILE - 1) // TILE * TILE * ITEM, TILE):
-            store(clear, i, splat(ZERO, TILE))
-        scale = item * ((groups - 1 >> shift) + 1) * parts * ITEM
-        for g in range(groups):
-            first, here = item * (padded * bits) + g * LINES * ITEM, scale + (g >> shift) * parts * ITEM
-            unpack_bytes(weight, words, first, LINES, bits, codes, coded, zero, TILE)
-            for line in range(LINES):
-                prefetch(words, first + (LINES + line) * ITEM, LINE)
-            step, low = read(args, here), read(args, here + (parts - 1) * ITEM)
+    def unpack(args, item, first, end, panel):
+        words, codes, padded = ints_at(args[layout.WEIGHT], 32), ints_at(args[layout.CODES], 32), args[layout.PADDED]
+        scale = item * ((padded // group - 1 >> args[layout.SHIFT]) + 1) * parts * ITEM
+        for k in range(first, end, SPAN):
+            here = scale + (k // group >> args[layout.SHIFT]) * parts * ITEM
+            steps = read(args, here)
+            lows = read(args, here + ITEM) if parts == 2 else tile_zeros(2, TILE)
+            at = item * (padded * bits) + k // SPAN * LINES * ITEM
+            unpack_pairs(panel + (k - first) * 2 * ITEM, words, at, bits, codes, coded, zero, steps, lows)
+
+    @jit
+    def do_item(args, item, following, panel, sums):
+        """`following`: the item whose weights are prefetched at the end."""
+        inputs, rows, stride = args[layout.INPUTS], args[layout.ROWS], 2 * args[layout.INPUTS]
+        for first in range(0, inputs, PANEL):
+            end = min(first + PANEL, inputs)
+            unpack(args, item, first, end, panel)
+            next_item, k = (item, end) if end < inputs else (following, 0)
+            ahead = args[layout.WEIGHT] + 4 * (next_item * (args[layout.PADDED] * bits) + k // SPAN * LINES * ITEM)
             for r in range(0, rows, 2 * TILE):
-                place, to = rounded + r * stride, sums + r * LINE
-                if rows - r <= TILE:
-                    one(place, stride, padded, g, weight, dots, to, step, low)
+                left, x, to = min(rows - r, 2 * TILE), args[layout.X] + r * stride + 2 * first, sums + r * LINE
+                tiles_begin(args[layout.CONFIGS] + 64 * left)
+                if first > 0:
+                    if left <= TILE:
+                        tiles_load(to, LINE, 1)
+                    else:
+                        tiles_load(to, LINE, 2)
+                steps = (end - first) // SPAN
+                if left <= TILE:
+                    if r == 0:
+                        one(x, stride, panel, LINE, steps, to, ahead)
+                    else:
+                        one_more(x, stride, panel, LINE, steps, to, ahead)
+                elif r == 0:
+                    two(x, stride, panel, LINE, steps, to, ahead)
                 else:
-                    two(place, stride, padded, g, weight, dots, to, step, low)
-        first = item * ITEM
-        for r in range(rows):
-            write_row(args, floats_at(sums + r * LINE, 32), r, first, min(args[layout.OUTPUTS] - first, ITEM))
+                    two_more(x, stride, panel, LINE, steps, to, ahead)
+        write_rows(args, sums, 0, rows, item * ITEM)
 
     def body(args):
-        dots = args[layout.SCRATCH] + claim(args, ENTERED, 1) * args[layout.SCRATCH_BYTES]
-        weight = dots + 8 * TILE * ITEM
-        tiles_begin(args[layout.CONFIGS])
-        while True:
-            item = claim(args, NEXT, 1)
-            if item >= args[COUNT]:
-                break
-            do_item(args, item, weight + G * ITEM, dots, weight)
+        panel = args[layout.SCRATCH] + claim(args, ENTERED, 1) * args[layout.SCRATCH_BYTES]
+        item = claim(args, NEXT, 1)
+        while item < args[COUNT]:
+            following = claim(args, NEXT, 1)
+            do_item(args, item, min(following, args[COUNT] - 1), panel, panel + 2 * PANEL * ITEM)
+            item = following
         tiles_end()
 
     return body

@@ -1,0 +1,226 @@
+"""Other weights in a running engine, and memory that is given back: the tokens of an engine made of the new checkpoint."""
+
+import asyncio
+import copy
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import hf_model, randomise, save_tiny_model
+
+from minivllm.core.config import EngineArgs
+from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.core_process import EngineProcessError
+from minivllm.engine.llm import LLM
+from minivllm.models.loading import SINGLE
+from minivllm.runtime.weights import Parked, pack_function
+from minivllm.sampling.params import RequestOutputKind, SamplingParams
+
+SIZES = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "num_gpu_blocks": 60}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = ["A long beginning that all share, and one", "Hello", "A long beginning that all share, and another"]
+MODES = {
+    "packed": ("llama-tied-biased", {"dtype": "bfloat16"}),
+    "experts": ("mixtral", {}),
+    "states": ("mamba2", {}),
+    "latent": ("deepseek-v3", {}),
+    "int8": ("llama-tied-biased", {"quantization": "int8_per_channel_weight_only"}),
+    "int4": ("llama", {"quantization": "int4_per_group_weight_only", "dtype": "bfloat16"}),
+    "adapters and fp8 cache": ("llama", {"enable_lora": True, "kv_cache_dtype": "fp8", "dtype": "bfloat16"}),
+    "drafts": ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+}
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A function: two checkpoints of a tiny model."""
+
+    def make(name: str) -> tuple[str, str]:
+        folder = tmp_path_factory.mktemp("weights")
+        first = save_tiny_model(name, folder / "a")
+        second = save_tiny_model(name, folder / "b")
+        model = copy.deepcopy(hf_model(name))
+        randomise(model, seed=7)
+        model.save_pretrained(second)
+        return str(first), str(second)
+
+    return make
+
+
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=[] if m == "packed" else [pytest.mark.slow]) for m in MODES])
+def test_the_tokens_of_an_engine_made_of_the_new_checkpoint(mode, pair):
+    """From a folder, from its own again, from tensors, and after both levels of sleep."""
+    name, changes = MODES[mode]
+    a, b = pair(name)
+    with LLM(b, **SIZES | changes) as llm:
+        new = tokens(llm)
+    with LLM(a, **SIZES | changes) as llm:
+        old = tokens(llm)
+        assert old != new
+        assert llm.load_weights(b) == 1 and tokens(llm) == new
+        assert llm.load_weights() == 2 and tokens(llm) == old
+        assert llm.load_weights(load_file(f"{b}/{SINGLE}").items(), version=7) == 7 and tokens(llm) == new
+        llm.sleep(level=2)
+        llm.load_weights(a)
+        llm.wake_up()
+        assert tokens(llm) == old
+        llm.sleep()
+        llm.wake_up(["kv_cache"])
+        assert llm.is_sleeping()
+        llm.wake_up()
+        assert tokens(llm) == old and not llm.is_sleeping()
+
+
+@pytest.fixture(scope="module")
+def two(pair):
+    return pair("llama")
+
+
+@pytest.fixture
+def llm(two):
+    with LLM(two[0], **SIZES) as llm:
+        yield llm
+
+
+def test_requests_in_flight_go_on_by_the_new_weights_or_end(llm, two):
+    engine, params = llm.llm_engine, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    with llm.record() as trace:
+        engine.add_request("x", PROMPTS[0], params)
+        while len(before := engine.step()[0].outputs[0].token_ids) < 4:
+            pass
+        engine.load_weights(two[1], version=3)
+        while not (output := engine.step())[0].finished:
+            pass
+    (output,) = output
+    kept, given = output.prompt_token_ids + list(before), output.outputs[0].token_ids
+    with LLM(two[1], **SIZES) as fresh:
+        rest = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        want = fresh.generate({"prompt_token_ids": kept}, rest, use_tqdm=False)[0].outputs[0].token_ids
+    assert list(given) == list(before) + list(want) and output.weight_version == 3
+    assert ("note", "weight_version", 3, "load_weights") in trace.events
+    assert trace.check() is None or not trace.check()
+    assert engine.get_metrics()["weight_version"] == engine.weight_version == 3
+    engine.add_request("y", PROMPTS[0], params)
+    engine.step()
+    engine.load_weights(mode="abort")
+    (output,) = engine.step()
+    assert output.finished and output.outputs[0].finish_reason == "abort" and not engine.has_unfinished_requests()
+    with pytest.raises(ValueError, match="mode must be 'abort' or 'keep'"):
+        engine.load_weights(mode="wait")
+
+
+def test_what_is_wrong_is_said_before_a_weight_changes_or_no_step_runs(llm, two, tmp_path):
+    old = tokens(llm)
+    other = save_tiny_model("llama-mha", tmp_path / "other")
+    with pytest.raises(ValueError, match="is another model"):
+        llm.load_weights(other)
+    with pytest.raises(ValueError, match="version must be a number"):
+        llm.load_weights(version=-1)
+    assert tokens(llm) == old and llm.llm_engine.weight_version == 0
+    state = load_file(f"{two[1]}/{SINGLE}")
+    del state["model.norm.weight"]
+    (tmp_path / "part").mkdir()
+    save_file(state, tmp_path / "part" / SINGLE)
+    with pytest.raises(ValueError, match="lacks model.norm.weight"):
+        llm.load_weights(tmp_path / "part")
+    with pytest.raises(RuntimeError, match="sleeps"):
+        llm.generate("x", use_tqdm=False)
+    with pytest.raises(RuntimeError, match=r"weights by load_weights\(\)"):
+        llm.llm_engine.step()
+    llm.wake_up()
+    assert llm.is_sleeping()
+    llm.load_weights()
+    assert tokens(llm) == old
+    with pytest.raises(ValueError, match="level must be 1"):
+        llm.sleep(3)
+    with pytest.raises(ValueError, match="'weights' and 'kv_cache', got 'cache'"):
+        llm.wake_up(["cache"])
+
+
+def test_a_function_of_the_model(llm):
+    assert llm.apply_model(lambda model: model.spec.num_layers) == [4]
+    assert llm.collective_rpc("has_weights") == [True]
+    with pytest.raises(ValueError, match="by its module and name"):
+        pack_function(lambda model: 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="gives pages back by madvise")
+def test_what_sleep_gives_back(tmp_path):
+    """Measured: pages of this process. A model of 40 MB, and as much of a cache that was written."""
+    folder = save_tiny_model("llama", tmp_path / "model")
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
+    with LLM(
+        str(folder), load_format="dummy", hf_overrides=sizes, **SIZES | {"num_gpu_blocks": 1200, "block_size": 32}
+    ) as llm:
+        executor = llm.llm_engine.core.executor
+        before = tokens(llm)
+        for cache in executor.runner.kv_caches:
+            cache.fill_(1.0)
+        cache = sum(cache.nbytes for cache in executor.runner.kv_caches)
+        weights = sum(
+            4 * n for n in map(torch.Size.numel, map(torch.Size, executor.runner.model.spec.weight_shapes().values()))
+        )
+        assert min(cache, weights) > 30e6
+        full = resident()
+        llm.sleep(level=1)
+        awake = full - resident()
+        llm.wake_up()
+        assert tokens(llm) == before
+        less = resident()
+        llm.sleep(level=2)
+        assert 0.95 < awake / cache < 1.1 and 0.9 < (less - resident()) / weights < 1.2
+        llm.load_weights()
+        llm.wake_up()
+        assert tokens(llm) == before
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_memory_of_another_system(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ValueError, match="on Linux, not on darwin"):
+        Parked([torch.ones(3)])
+
+
+@pytest.mark.parametrize("place", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_requests_wait_while_the_engine_sleeps(place, two):
+    """As in vLLM. Tensors reach an engine in another process by a file."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+    with LLM(two[1], **SIZES) as fresh:
+        want = tokens(fresh)[0]
+
+    async def main(engine: AsyncLLM) -> None:
+        running = await engine.submit(PROMPTS[1], SamplingParams(max_tokens=100, ignore_eos=True))
+        await anext(running)
+        await engine.sleep(level=2)
+        outputs = [output async for output in running]
+        assert outputs[-1].outputs[0].finish_reason == "abort" and await engine.is_sleeping()
+        with pytest.raises(RuntimeError, match="sleeps already"):
+            await engine.sleep()
+        stream = await engine.submit(PROMPTS[0], params)
+        await asyncio.sleep(0.05)
+        await engine.wake_up()
+        assert await engine.is_sleeping()
+        assert await engine.load_weights(load_file(f"{two[1]}/{SINGLE}").items()) == 1
+        (output,) = [output async for output in stream]
+        assert list(output.outputs[0].token_ids) == want and output.weight_version == 1
+        assert await engine.collective_rpc("has_weights") == [True]
+        if place == "process":
+            with pytest.raises(EngineProcessError, match="cannot cross"):
+                await engine.apply_model(len)
+
+    engine = AsyncLLM.from_engine_args(EngineArgs(model=two[0], **SIZES), engine_in=place)
+    try:
+        asyncio.run(main(engine))
+    finally:
+        engine.shutdown()
