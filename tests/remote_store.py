@@ -54,7 +54,7 @@ class RemoteMemory(Memory):
     def execute(self, output, fails=False):
         meta = output.kv_connector_metadata
         if meta is not None and not (fails and self.spoils()):
-            assert not meta.loads
+            assert not meta.loads and not meta.failures
             for name, loads in meta.async_loads.items():
                 self.pending.setdefault(name, loads)
         self.sent &= set(self.scheduler._kept)

@@ -745,6 +745,7 @@ class Scheduler(Recorder):
         for request_id in result.finished_recving:
             tokens = self._receiving.pop(request_id)
             if request_id in self._kept:  # it was aborted meanwhile
+                result.invalid_block_ids -= {block.block_id for block in self._kept[request_id]}
                 self._end_load(request_id, set())
                 self._release(request_id)
                 continue
@@ -1030,7 +1031,7 @@ class Scheduler(Recorder):
             self._keep_account(request, 1)
             if request.lora_name in self.adapters.loading:  # aborted before it is known whether its blocks are right
                 self.kv_cache_manager.uncache_blocks(request, 0)
-            if self.connector is not None:
+            if self.connector is not None and request.finish_reason is not FinishReason.ERROR:
                 blocks = self.kv_cache_manager.get_block_ids(request.request_id)
                 if self.connector.request_finished(request, blocks):
                     self._keep(request)
@@ -1076,6 +1077,11 @@ class Scheduler(Recorder):
             self._finish(request)
             ended.append(request_id)
         return ended
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a connector copies blocks of requests that have ended."""
+        return not self._kept.keys() <= self._receiving.keys()
 
     def has_requests(self) -> bool:
         """Whether there is anything left to do: unfinished requests, rows that the runner must still drop, blocks that a connector still fills."""

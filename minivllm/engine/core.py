@@ -388,11 +388,12 @@ class EngineCore:
         if mode not in ("abort", "keep"):
             raise ValueError(f"mode must be 'abort' or 'keep' (what becomes of unfinished requests), got {mode!r}")
         self.drain()
+        if self.scheduler.is_sending:
+            raise RuntimeError("blocks are still being copied to elsewhere; try again")
         if mode == "abort":
             ended = self.abort([*self._compiling.waiting, *self.scheduler.requests])
             self._outputs += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in ended]
-        if not self.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("blocks are still being transferred; try again")
+        self.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give memory back until `wake_up`. Requests that come meanwhile wait; no step runs.

@@ -139,7 +139,7 @@ class Parallel(CostModel):
 
 @dataclass(frozen=True)
 class Transfers(CostModel):
-    """A cost model with the copies of a KV connector: loads are waited for, saves happen beside the step.
+    """A cost model with the copies of a KV connector: saves happen beside the step, loads too with `load_async`; else they are waited for.
 
     Attributes:
         base: seconds of a step without them.
@@ -159,7 +159,11 @@ class Transfers(CostModel):
     def seconds(self, output: SchedulerOutput, work: StepWork) -> float:
         meta = output.kv_connector_metadata
         loads = 0 if meta is None else len(meta.loads)
-        return self.base.seconds(output, work) + (self.link.send(loads * self.block_bytes) if loads else 0.0)
+        return self.base.seconds(output, work) + (self.transfer_seconds(loads) if loads else 0.0)
+
+    def transfer_seconds(self, num_blocks: int) -> float:
+        """Of one message with so many blocks."""
+        return self.link.send(num_blocks * self.block_bytes)
 
     def num_gpu_blocks(self, block_size: int) -> int | None:
         return self.base.num_gpu_blocks(block_size)

@@ -38,6 +38,9 @@ class _Engine(Session):
         if follow_up is not None and (after := follow_up(self.clock.now())) is not None:
             heapq.heappush(self._front, (after.arrival_time, self._next(), after))
 
+    def _moments(self) -> list[float]:
+        return super()._moments() + [moment for moment, *_ in self._front[:1]]
+
     def take(self, request: WorkloadRequest, now: float) -> None:
         """A request comes at a moment that this engine's clock has reached, or at which it has nothing to do."""
         if not self.scheduler.requests:
@@ -152,11 +155,15 @@ class SharedBlocks(KVConnector):
     Args:
         held: names of the blocks in the store.
         producer: leaves blocks there, and fetches none; otherwise the other way round.
+        load_async: blocks are fetched beside the steps.
     """
 
-    def __init__(self, held: set[Key], producer: bool, block_size: int, num_groups: int = 1) -> None:
-        role = "kv_producer" if producer else "kv_consumer"
-        super().__init__(KVTransferConfig(kv_connector="SharedBlocks", kv_role=role), block_size, num_groups, "")
+    def __init__(
+        self, held: set[Key], producer: bool, block_size: int, num_groups: int = 1, load_async: bool = False
+    ) -> None:
+        role, extra = "kv_producer" if producer else "kv_consumer", {"load_async": load_async}
+        wanted = KVTransferConfig(kv_connector="SharedBlocks", kv_role=role, kv_connector_extra_config=extra)
+        super().__init__(wanted, block_size, num_groups, "")
         self._held = held
 
     def holds(self, key: Key) -> bool:
@@ -180,7 +187,7 @@ class SharedBlocks(KVConnector):
 
 def simulate_pd(
     source: Workload, *, link: str | Link = "nvlink", prefill: CostModel | None = None, decode: CostModel | None = None,
-    block_bytes: int | None = None, config: dict[str, Any] | Settings | None = None,
+    block_bytes: int | None = None, config: dict[str, Any] | Settings | None = None, load_async: bool = False,
 ) -> Fleet:  # fmt: skip
     """What would have happened with one engine that computes prompts, and one that decodes.
 
@@ -190,6 +197,7 @@ def simulate_pd(
         prefill, decode: cost models of the two engines.
         block_bytes: of a KV block, over all layers; None for the model of a `Roofline`.
         config: of both, see `simulate`.
+        load_async: requests wait for their blocks beside the steps of the decoding engine; otherwise its steps wait.
 
     Returns:
         Requests as the decoding engine saw them, but with `arrival`, `queue_time`, `ttft` and `e2e` from the moment of their arrival at the
@@ -210,9 +218,8 @@ def simulate_pd(
         block_bytes = model.kv_bytes_per_token * size
     held: set[Key] = set()
     p = _Engine(front, ticket, settings, None, first, connector=SharedBlocks(held, True, size))
-    d = _Engine(
-        front, ticket, settings, None, Transfers(second, wire, block_bytes), connector=SharedBlocks(held, False, size)
-    )
+    store = SharedBlocks(held, False, size, load_async=load_async)
+    d = _Engine(front, ticket, settings, None, Transfers(second, wire, block_bytes), connector=store)
     asked: dict[str, WorkloadRequest] = {}
     arrived: dict[str, float] = {}
 

@@ -122,6 +122,7 @@ class Session:
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._ticket = count()
         self._follow_ups: dict[str, Callable[[float], WorkloadRequest | None]] = {}
+        self._loading: dict[str, float] = {}  # requests whose blocks come beside the steps -> when they are there
 
     def at(self, moment: float, action: Callable[[], None]) -> None:
         """Do something at a moment, or as soon after it as a step has ended."""
@@ -144,6 +145,8 @@ class Session:
         """Schedule, execute, move the clock, update."""
         output = self.scheduler.schedule()
         result = self.fake.execute_model(output)
+        if self.scheduler.connector is not None and self.executor is None:
+            self._note_loads(output, result)
         started = time.perf_counter()
         if self.executor is not None:
             result = self.executor.execute_model(output)
@@ -154,8 +157,10 @@ class Session:
         if self._stages > 1:
             return self._pipelined(output, result, seconds)
         self.clock.advance(seconds)
-        if not output.total_num_scheduled_tokens and self._later:  # nothing to do but to wait for something
-            self.clock.advance_to(self._later[0][0])
+        if not output.total_num_scheduled_tokens and (
+            moments := self._moments()
+        ):  # nothing to do but to wait for something
+            self.clock.advance_to(min(moments))
         return self._update(output, result, self.fake.exhausted)
 
     def _update(
@@ -166,6 +171,19 @@ class Session:
             if name in self.scheduler.requests:  # its recorded answer was cut off here
                 self.end(name)
         return outputs
+
+    def _moments(self) -> list[float]:
+        """When something may happen by itself."""
+        return [*(moment for moment, *_ in self._later[:1]), *self._loading.values()]
+
+    def _note_loads(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Blocks that come beside the steps take the time that the cost model says (see `lab.parallel.Transfers`), else none."""
+        now, meta = self.clock.now(), output.kv_connector_metadata
+        result.finished_recving = {name for name, end in self._loading.items() if end <= now}
+        self._loading = {name: end for name, end in self._loading.items() if end > now}
+        seconds = getattr(self.cost_model, "transfer_seconds", lambda num_blocks: 0.0)
+        for name, loads in meta.async_loads.items() if meta is not None else ():
+            self._loading[name] = max(now, *self._loading.values(), 0.0) + seconds(len(loads))  # one after the other
 
     def _pipelined(self, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> list[EngineCoreOutput]:
         """Begin a step that takes `seconds` for all its stages. If every stage has one then, or nothing more can run, the oldest ends."""
@@ -179,8 +197,8 @@ class Session:
             return []
         end, scheduled, sampled, exhausted = self._in_flight.popleft()
         self.clock.advance_to(end)
-        if not part and not self._in_flight and self._later:
-            self.clock.advance_to(self._later[0][0])
+        if not part and not self._in_flight and (moments := self._moments()):
+            self.clock.advance_to(min(moments))
         return self._update(scheduled, sampled, exhausted)
 
     def end(self, request_id: str) -> None:

@@ -47,6 +47,7 @@ WITHOUT = {
     "multimodal/processor": "is a part of what recipes/see_digits puts together; the exercise is there",
     "numba_kernels/cuda/prefill_hopper": "needs a GPU",
     "serving/lora": "is a list of routes",
+    "serving/ray_app": "needs a cluster",
     "runtime/kv_connectors": "moves what core/kv_connector decides; the exercise is there",
     "serving/pd_proxy": "puts together what core/kv_connector has the exercise on",
     "commands/quantize": "is a command; the exercise is in numba_kernels/cpu/matmul/quantized",

@@ -150,7 +150,10 @@ def test_blocks_of_an_aborted_request_stay_until_the_transfer_has_ended():
     for _ in range(3):
         assert not step(scheduler, memory).num_scheduled_tokens and pool.num_free == pool.num_blocks - 3
     arrived.add("0")
+    memory.spoils = lambda: True  # which is nobody's loss
+    trace = scheduler.record()
     step(scheduler, memory)
+    assert not any(event.kind == "reset" for event in trace)
     assert pool.num_free == pool.num_blocks and step(scheduler, memory).num_scheduled_tokens == {"0": 9}
     while scheduler.has_requests():
         step(scheduler, memory)

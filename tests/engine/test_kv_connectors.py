@@ -362,6 +362,24 @@ def test_an_abort_while_blocks_come_leaks_nothing(tiny_model_path, want, tmp_pat
     assert tokens(llm, PROMPTS[:1]) == want["llama"][:1]
 
 
+def test_blocks_that_come_while_the_engine_sleeps_are_not_used(tiny_model_path, want, tmp_path, monkeypatch):
+    llm, let = slow_consumer(str(tiny_model_path("llama")), tmp_path, monkeypatch)
+    engine = llm.llm_engine
+    engine.add_request("0", PROMPTS[0], GREEDY)
+    engine.step()
+    engine.core.sleep(mode="keep")
+    let.set()
+    engine.core.wake_up()
+    with engine.record() as trace:
+        done = []
+        while engine.has_unfinished_requests():
+            done += [out for out in engine.step() if out.finished]
+    trace.check()
+    assert [list(out.outputs[0].token_ids) for out in done] == want["llama"][:1]
+    assert [event.num_computed for event in trace if event.kind == "admit"] == [0]
+    check_at_rest(llm)
+
+
 @pytest.mark.parametrize("fault", ["raises", "files gone", "file torn"])
 def test_a_transfer_that_breaks_off_costs_only_work(tiny_model_path, want, tmp_path, monkeypatch, fault):
     """What came before the first bad block is used, and the request goes on from there."""
@@ -422,6 +440,8 @@ def test_blocks_of_a_request_that_has_ended_stay_until_they_are_sent(tiny_model_
             assert kept[-1] and pool.num_free == pool.num_blocks - sum(map(len, kept[-1].values()))
             assert all(pool.blocks[block].ref_cnt for block in scheduler.connector.blocks)
     trace.check()
+    with pytest.raises(RuntimeError, match="still being copied"):
+        llm.llm_engine.core.sleep()
     left = sum(map(len, kept[-1].values()))
     assert total(trace, "kv_release") == total(trace, "kv_keep") - left > left
 

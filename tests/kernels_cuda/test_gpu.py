@@ -12,6 +12,7 @@ from minivllm.attention.select import make_backend, select_backend
 from minivllm.models.decoder import Decoder
 from minivllm.models.linear.cuda import CUDAPackedWeight, CUDAStoredLinear, packed
 from minivllm.models.linear.layer import Linear, method_or_torch
+from minivllm.models.linear.scaled import ScaledWeight
 from minivllm.models.loading import load_model
 from minivllm_kernels.cuda import ops
 from minivllm_kernels.cuda.prefill_hopper import HOPPER
@@ -486,6 +487,19 @@ def test_quantized_gemv(dtype, name, size, features):
     written = ops.dequantize(method.format, method.words, method.scales, 16, size - 16)
     ordered = dense if method.order is None else dense[:, method.order]
     assert torch.equal(written, ordered[16:].to(dtype)) and torch.equal(method.dequantize(), dense)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_fp8_below_the_smallest_normal_number(dtype):
+    """The kernel multiplies them as bf16 or float16 that are too small to be normal there, too."""
+    q = torch.randint(0, 256, (64, 256), dtype=torch.uint8, device=CUDA) & 0x87
+    weight = ScaledWeight(q.view(torch.float8_e4m3fn), torch.rand(64, 2, device=CUDA) + 0.5, 128)
+    method = packed(weight, dtype)
+    assert isinstance(method, CUDAPackedWeight)
+    for size in (1.0, 2.0**-12) if dtype == BF16 else (1.0,):
+        x = size * torch.randn(3, 256, device=CUDA, dtype=dtype)
+        exact = x.double() @ weight.dequantize().double().t()
+        assert relative_error(method.apply(x), exact) < TOLERANCE[dtype]
 
 
 def rel_rows(got, alone, rows):

@@ -188,6 +188,14 @@ def test_prompts_on_one_engine_and_answers_on_another():
     )
     slow = simulate_pd(source, link=Link(2e8, 0.0), config=CONFIG)
     assert slow.requests.ttft.median() > both.requests.ttft.median() + 62 * 16 * 131072 / 2e8 * 0.5
+    beside = simulate_pd(source, link=Link(2e8, 0.0), config=CONFIG, load_async=True)
+    assert (beside.requests.num_cached_tokens == 999 // 16 * 16).all() and (
+        beside.requests.num_output_tokens == 50
+    ).all()
+    assert beside.requests.tpot.max() < 0.5 * slow.requests.tpot.max() and beside.requests.ttft.median() > 0.6
+    assert len(simulate_pd(TALK, config=CONFIG, load_async=True).requests) == len(
+        simulate_replicas(TALK, config=CONFIG).requests
+    )
     assert len(simulate_pd(TALK, config=CONFIG).requests) == len(simulate_replicas(TALK, config=CONFIG).requests)
     with pytest.raises(ValueError, match="block_bytes is not known"):
         simulate_pd(source, decode=Constant(0.01), config=CONFIG)

@@ -243,7 +243,8 @@ def test_two_ranks_fetch_blocks_and_agree_on_what_cannot_be(pair, tiny_model_pat
     llm.llm_engine.close()
     halves = sorted(tmp_path.glob("*/*.1"))
     assert len(halves) == len(list(tmp_path.glob("*/*.0"))) > 0
-    for failures in (0, 1):
+    for failures, load_async in ((0, False), (1, False), (1, True)):
+        config["kv_connector_extra_config"] = {**extra, "load_async": load_async}
         llm = sharded(pair, path, kv_transfer_config=config)
         assert tokens(llm) == want
         metrics = llm.llm_engine.get_metrics()

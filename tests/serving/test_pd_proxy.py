@@ -82,7 +82,7 @@ async def test_two_servers_answer_as_one(tiny_args, tmp_path):
     from dataclasses import replace
 
     def args(role: str):
-        extra = {"shared_storage_path": str(tmp_path)}
+        extra = {"shared_storage_path": str(tmp_path), "load_async": role == "kv_consumer"}
         config = {"kv_connector": "SharedStorageConnector", "kv_role": role, "kv_connector_extra_config": extra}
         return replace(tiny_args, kv_transfer_config=config)
 

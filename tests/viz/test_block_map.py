@@ -126,8 +126,10 @@ def test_a_state_is_a_disc_and_its_words_say_what_it_is_made_of(open_page, tmp_p
     assert read(page.locator(f"canvas[data-pool=gpu][data-group='{group}']"))[: len(wanted)] == wanted
     state = trace.at(30)
     its = next(r for r in state.requests.values() if r.tables[group] and state.ref_cnt[r.tables[group][-1]] == 1)
-    checkpoint = next(
-        event for event in trace.events if event[0] == "cache" and event[2] == group and state.hashes[event[4][-1]]
+    checkpoint = next(  # of what the block holds now, not of what it held before
+        event
+        for event in trace.events
+        if event[0] == "cache" and event[2] == group and state.hashes[event[4][-1]] == event[5][-1]
     )
     for block, tokens in (
         (its.tables[group][-1], its.num_computed_tokens),

@@ -565,6 +565,8 @@ def check_packed(format: Format, words: Tensor, scales: Tensor, outputs: int) ->
     pairs = padded // 2 * (format.features // format.group) * format.scale_words
     for name, x, size in (("words", words, padded * format.features * bits // 32), ("scales", scales, pairs)):
         check(name, x.view(-1), (size,), torch.int32, words.device)
+    if words.numel() >= 1 << 31:
+        raise ValueError(f"the kernel takes less than 8 GiB of a weight; got {words.nbytes} bytes")
 
 
 def quantized_gemv(x: Tensor, format: Format, words: Tensor, scales: Tensor, outputs: int) -> Tensor:
@@ -578,12 +580,9 @@ def quantized_gemv(x: Tensor, format: Format, words: Tensor, scales: Tensor, out
     check_packed(format, words, scales, outputs)
     if not 0 < rows <= 16 or outputs % 2:
         raise ValueError(f"the kernel takes 1 to 16 rows and an even number of outputs, not {rows} and {outputs}")
-    tiling, out = (
-        choose_tiling(outputs, _multiprocessors(device)),
-        torch.empty(rows, outputs, dtype=x.dtype, device=device),
-    )
-    chosen = quantized.quantized_gemv(format, 8 if rows <= 8 else 16, tiling)
-    blocks = min(-(-outputs // (16 * tiling.tiles)), tiling.blocks * _multiprocessors(device))
+    processors, out = _multiprocessors(device), torch.empty(rows, outputs, dtype=x.dtype, device=device)
+    tiling = choose_tiling(format, outputs, rows, processors, _properties(_index(device))[0])
+    chosen, blocks = quantized.quantized_gemv(format, 8 if rows <= 8 else 16, tiling), tiling.grid(outputs, processors)
     read = out.data_ptr(), x.data_ptr(), words.data_ptr(), scales.data_ptr()
     run(chosen, device, (blocks, 1), *read, rows, outputs, x.stride(0) // 2, outputs // 2)
     return out

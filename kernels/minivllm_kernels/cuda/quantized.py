@@ -8,15 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from minivllm_kernels.cuda import warp_sim
 from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i32, i64, kernel, u32
 from minivllm_kernels.cuda.warp import (
-    cp_async16,
     cp_commit,
     grid_release,
     grid_wait,
     instruction,
-    ldg128,
     ldg128_stream,
     prmt,
     smem_addr,
@@ -96,8 +93,10 @@ class Format:
         return f"{self.kind}_{self.dtype}_k{self.features}_g{self.group}_{self.scale}{zeros}"
 
 
-_CODES = {"bfloat16": ("bf16", 0x4300, 0x3F80, 4, 0x7B80), "float16": ("f16", 0x6400, 0x3C00, 1, 0x5C00)}
-"""PTX name; 128 or 1024, whose lowest bits count ones; one; how far right an exponent of e4m3 goes; what it is too small by then."""
+_CODES = {"bfloat16": ("bf16", 3, 0x4180), "float16": ("f16", 6, 0x4C00)}
+"""PTX name; the bit of a half where four bits count ones of the number that follows; 16."""
+FP8_UP = {"bfloat16": (64, 120), "float16": (0, 8)}
+"""Powers of two: what activations are multiplied by, and what the numbers that the fp8 kernel multiplies are too small by."""
 
 
 def _twice(half: int) -> int:
@@ -105,41 +104,42 @@ def _twice(half: int) -> int:
 
 
 def _read_int4(dtype: str) -> Any:
-    """Four bits become the last ones of 128, or 1024; then that and the zero point are taken off."""
-    name, magic, one, _, _ = _CODES[dtype]
-    half, MAGIC = half_ops(dtype), _twice(magic)
-    text = f"mov.b32 one, {_twice(one)};"
-    for i in range(4):
-        text += f" shr.b32 s, $4, {4 * i}; lop3.b32 s, s, 0xF000F, {MAGIC}, 0xEA; fma.rn.{name}x2 ${i}, s, one, ${5 + i % 2};"
+    """Four bits become the first ones behind the leading one of 16 to 31; what is too much is taken off the sums."""
+    _, at, magic = _CODES[dtype]
+    MASK, MAGIC = _twice(15 << at), _twice(magic)
+    text = f"lop3.b32 $0, $4, {MASK}, {MAGIC}, 0xEA;"
+    for i in range(1, 4):
+        text += f" shf.r.wrap.b32 s, $4, $4, {4 * i}; lop3.b32 ${i}, s, {MASK}, {MAGIC}, 0xEA;"
 
-    @instruction(f"{{ .reg .b32 s, one; {text} }}", "u32 u32 u32 u32", "u32 u32 u32")
-    def read(word, zero, other):
-        """Four pairs; the first and third have one zero point, the others another. See `Format` for how they lie."""
-        pairs = [int(word) >> 4 * i & 0x000F000F | MAGIC for i in range(4)]
-        return tuple(
-            half.pack(half.lo(a) + half.lo(z), half.hi(a) + half.hi(z)) for a, z in zip(pairs, (zero, other) * 2)
-        )
+    @instruction(f"{{ .reg .b32 s; {text} }}", "u32 u32 u32 u32", "u32")
+    def read(word):
+        """Four pairs."""
+        word = int(word) | int(word) << 32
+        return tuple(np.uint32(word >> 4 * i & MASK | MAGIC) for i in range(4))
 
     return read
 
 
 def _read_fp8(dtype: str) -> Any:
-    """Sign, exponent and fraction go where they are in `dtype`; the exponent is too small then, which a factor makes good."""
-    name, _, _, shift, factor = _CODES[dtype]
-    half, SMALL, FACTOR = half_ops(dtype), _twice(0x7F00 >> shift), _twice(factor)
-    text = f"mov.b32 f, {FACTOR}; mov.b32 z, 0x80008000;"
-    for i in range(4):
-        text += f" shl.b32 s, ${4 + i // 2}, {8 - i % 2 * 8}; and.b32 t, s, 0x80008000; shr.b32 s, s, {shift};"
-        text += f" lop3.b32 s, s, {SMALL}, t, 0xEA; fma.rn.{name}x2 ${i}, s, f, z;"
+    """Sign, exponent and fraction go where they are in `dtype`; the exponent is too small then."""
+    WIDE = dtype == "float16"
+    text = ""
+    for i in range(2):
+        out = ("a", "b") if WIDE else (f"${2 * i}", f"${2 * i + 1}")
+        text += f" shl.b32 s, ${4 + i}, 4; and.b32 {out[0]}, s, 0x87F087F0;"
+        text += f" shr.b32 s, ${4 + i}, 8; and.b32 t, ${4 + i}, 0x87808780; lop3.b32 {out[1]}, s, 0x00700070, t, 0xEA;"
+        for j in range(2 * WIDE):
+            text += f" shl.b32 s, {out[j]}, 3; and.b32 t, {out[j]}, 0x80008000; lop3.b32 ${2 * i + j}, s, 0x3F803F80, t, 0xEA;"
 
-    @instruction(f"{{ .reg .b32 s, t, f, z; {text} }}", "u32 u32 u32 u32", "u32 u32")
+    @instruction(f"{{ .reg .b32 s, t, a, b; {text} }}", "u32 u32 u32 u32", "u32 u32")
     def read(word, other):
-        """Four pairs: the even and the odd bytes of each word."""
-        pairs = [w << at & 0xFFFFFFFF for w in (int(word), int(other)) for at in (8, 0)]
-        pairs = [pair & 0x80008000 | pair >> shift & SMALL for pair in pairs]
-        return tuple(
-            half.pack(half.lo(a) * half.lo(FACTOR), half.hi(a) * half.hi(FACTOR)) for a in map(np.uint32, pairs)
-        )
+        """Four pairs: two of each word."""
+        pairs = []
+        for w in (int(word), int(other)):
+            pairs += [w << 4 & 0x87F087F0, w & 0x87808780 | w >> 8 & 0x00700070]
+        if WIDE:
+            pairs = [pair & 0x80008000 | pair << 3 & 0x3F803F80 for pair in pairs]
+        return tuple(np.uint32(pair) for pair in pairs)
 
     return read
 
@@ -171,19 +171,31 @@ def as_f32(word):
     return np.uint32(word).view(np.float32)
 
 
+def _fma(dtype: str) -> Any:
+    half = half_ops(dtype)
+
+    @instruction(f"fma.rn.{_CODES[dtype][0]}x2 $0, $1, $2, $3;", "u32", "u32 u32 u32")
+    def fma(a, b, c):
+        """a b + c of two pairs."""
+        return half.pack(half.lo(a) * half.lo(b) + half.lo(c), half.hi(a) * half.hi(b) + half.hi(c))
+
+    return fma
+
+
 @functools.cache
 def decoder(format: Format) -> tuple[Any, Any, Any]:
-    """Device functions: the words of 16 inputs as matrix A of an mma; and two outputs' zero points and scales."""
+    """Device functions: the words of 16 inputs as matrix A of an mma; what is to be added to two outputs' numbers; and their scales."""
     INT4, ZEROS, HALF_SCALE = format.kind == "int4", format.zeros, format.scale != "float32"
-    SYMMETRIC = 0x80088008 + _twice(_CODES[format.dtype][1])
+    _, at, magic = _CODES[format.dtype]
+    SYMMETRIC = _twice(0x8000 + magic + (8 << at))
     ops = half_ops(format.scale) if HALF_SCALE else None
     lo, hi = (ops.lo, ops.hi) if ops is not None else (as_f32, as_f32)
     read = {"int4": _read_int4, "fp8": _read_fp8, "int8": _read_int8}[format.kind](format.dtype)
 
     @device
-    def matrix(words, at, z):
+    def matrix(words, at):
         if INT4:
-            return read(words[at], z[0], z[1])
+            return read(words[at])
         return read(words[2 * at], words[2 * at + 1])
 
     @device
@@ -205,50 +217,147 @@ def decoder(format: Format) -> tuple[Any, Any, Any]:
 class Tiling:
     """How a matmul is dealt out.
 
-    tiles: of 16 outputs, of a block. warps: of a block; they share the inputs. depth: steps of a warp, one of which is multiplied by while the
-    others are under way. blocks: of a multiprocessor. fit: blocks that its registers must be enough for; if these are more, those of the next
-    launch can begin to copy before this one has ended.
+    tiles: of 16 outputs, of a block. warps: of a block; they share the inputs. depth: steps of a warp's ring, a power of two, all but one of which
+    are under way. blocks: of a multiprocessor, which its registers must be enough for.
     """
 
     tiles: int
     warps: int
     depth: int
     blocks: int
-    fit: int
 
     @property
     def name(self) -> str:
         """For the names of kernels."""
-        return f"{self.tiles}x{self.warps}_d{self.depth}_f{self.fit}"
+        return f"{self.tiles}x{self.warps}_d{self.depth}_b{self.blocks}"
+
+    def grid(self, outputs: int, multiprocessors: int) -> int:
+        """Blocks for a matmul: no more than run at the same time, with as many outputs for each."""
+        groups = -(-outputs // (16 * self.tiles))
+        return -(-groups // -(-groups // (multiprocessors * self.blocks)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a kernel is built of: sizes, in words where nothing else is said."""
+
+    format: Format
+    rows: int
+    tiling: Tiling
+
+    @property
+    def unit(self) -> int:
+        """Steps that a warp takes together: up to 128 inputs, whole groups or a part of one. For 16 rows four steps need too many registers."""
+        for steps in (4, 2, 1) if self.rows == 8 else (2, 1):
+            inputs, group = steps * self.format.step, self.format.group
+            if inputs <= 128 and self.format.steps % steps == 0 and (group % inputs == 0 or inputs % group == 0):
+                return steps
+        raise AssertionError(f"groups of {self.format.group} neither divide a step nor are made of steps")
+
+    @property
+    def fold(self) -> int:
+        """Inputs after which sums are scaled."""
+        return min(self.format.group, self.unit * self.format.step)
+
+    @property
+    def scales(self) -> int:
+        """Scales of a unit, for each tile of outputs."""
+        return self.unit * self.format.step // self.fold
+
+    @property
+    def blocks(self) -> int:
+        """Of eight rows."""
+        return self.rows // 8
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a unit's weights in a warp's ring."""
+        return self.unit * self.tiling.tiles * 512
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a unit in a warp's ring: weights, then scales, a lane's own copy for each."""
+        scales = self.tiling.tiles * self.scales * self.format.scale_words * 128 if self.format.groups > 1 else 0
+        return self.weight_bytes + scales
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of the warps' sums."""
+        return self.tiling.warps * self.tiling.tiles * self.blocks * 8 * COLUMN * 4
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of the warps' rings."""
+        return self.tiling.warps * self.tiling.depth // self.unit * self.slot_bytes
+
+    @property
+    def buffers(self) -> int:
+        """Of sums: with two one barrier for a tile is enough."""
+        return 2 if self.ring_bytes + 2 * self.sum_bytes <= 99 << 10 else 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block."""
+        return self.ring_bytes + self.buffers * self.sum_bytes
 
 
 SIGNATURE = "u32* u32* u32* u32* i32 i32 i32 i32"
 """out, x, weight, scales; rows; outputs; words from one row of x, and of out, to the next."""
+COLUMN = 20
+"""Words from one row's 16 sums to the next one's: the lanes of a warp write to different banks then."""
 
 
-@instruction(
-    "{ .reg .b32 a; add.s32 a, $4, $5; ld.shared.v4.u32 {$0,$1,$2,$3}, [a]; }",
-    "u32 u32 u32 u32",
-    "u32 i32",
-    effect=True,
-)
-def lds128(base, offset):
-    """Four words from byte `offset` of the shared array `base`."""
-    return tuple(base[int(offset) // 4 + i] for i in range(4))
+def _load_words(count: int, pieces: int, first: int, apart: int) -> Any:
+    """A device function: `pieces` times `count` words of shared memory, the first `first` bytes behind base + offset, each `apart` on."""
+    total, vector = count * pieces, {1: "", 2: "v2.", 4: "v4."}[count]
+    text = f"{{ .reg .b32 a; add.s32 a, ${total}, ${total + 1};"
+    for piece in range(pieces):
+        outs = ",".join(f"${i}" for i in range(piece * count, (piece + 1) * count))
+        text += f" ld.shared.{vector}u32 {'{' + outs + '}' if count > 1 else outs}, [a+{first + piece * apart}];"
+
+    @instruction(text + " }", "u32 " * total, "u32 i32", effect=True)
+    def load(base, offset):
+        at = (int(offset) + first) // 4
+        words = tuple(base[at + piece * apart // 4 + i] for piece in range(pieces) for i in range(count))
+        return words if total > 1 else words[0]
+
+    return load
 
 
-@instruction(
-    "{ .reg .b32 a; add.s32 a, $0, $1; cp.async.ca.shared.global [a], [$2], 4; }", "", "u32 i32 ptr", effect=True
-)
-def cp_async4(base, offset, pointer, index):
-    """Start copying a word to byte `offset` of the shared array `base`."""
-    base[int(offset) // 4] = pointer[index]
+def _copy_pieces(size: int, places: list[tuple[int, int]]) -> Any:
+    """A device function: start copying pieces of `size` bytes; places: bytes behind a pointer, and behind base + offset."""
+    cache = "cg.shared.global.L2::128B" if size == 16 else "ca.shared.global"
+    text = " ".join(f"cp.async.{cache} [a+{to}], [$2+{at}], {size};" for at, to in places)
+
+    @instruction(f"{{ .reg .b32 a; add.s32 a, $0, $1; {text} }}", "", "u32 i32 ptr", effect=True)
+    def copy(base, offset, pointer, index):
+        for at, to in places:
+            for i in range(size // 4):
+                base[(int(offset) + to) // 4 + i] = pointer[index + at // 4 + i]
+
+    return copy
 
 
-@instruction("bar.warp.sync -1;", effect=True)
-def warp_sync():
-    """The lanes of a warp see what each has written to shared memory."""
-    warp_sim.exchange(0)
+def _load_x(first: int) -> Any:
+    @instruction(f"ld.global.v4.u32 {{$0,$1,$2,$3}}, [$4+{first}];", "u32 u32 u32 u32", "ptr", effect=True)
+    def load(pointer, index):
+        """Four words, the first `first` bytes behind pointer[index]."""
+        return tuple(pointer[index + first // 4 + i] for i in range(4))
+
+    return load
+
+
+def _store_sums(first: int) -> Any:
+    places = (0, COLUMN, 8, COLUMN + 8)
+    text = "".join(f" st.shared.f32 [a+{first + 4 * at}], ${2 + i};" for i, at in enumerate(places))
+
+    @instruction(f"{{ .reg .b32 a; add.s32 a, $0, $1; {text} }}", "", "u32 i32 f32 f32 f32 f32", effect=True)
+    def store(base, offset, a, b, c, d):
+        """What a lane has of a product of 16 outputs and 8 rows, row by row."""
+        for at, value in zip(places, (a, b, c, d)):
+            base[(int(offset) + first) // 4 + at] = np.float32(value).view(np.uint32)
+
+    return store
 
 
 @functools.cache
@@ -262,119 +371,258 @@ def wait_but(groups: int) -> Any:
     return wait
 
 
-def _copy(format: Format, tiling: Tiling) -> Any:
-    """A device function: start copying a step, weights and scales, to a slot of the warp's ring.
-
-    w_at, s_at: where they are; of scales that is where those of the tile are, if a warp goes from group to group in no fixed stride.
-    """
-    STEP, W, GROUP, MT, WARPS, DEPTH = (
-        format.step,
-        format.scale_words,
-        format.group,
-        tiling.tiles,
-        tiling.warps,
-        tiling.depth,
+def _copies(plan: Plan) -> tuple[Any, list[Any], Any]:
+    """Device functions: where a lane's part of a unit lies; start copying step s, for each s; and what comes next, when a unit is under way."""
+    format, MT, WARPS, UB, UNITS, SC = (
+        plan.format,
+        plan.tiling.tiles,
+        plan.tiling.warps,
+        plan.unit,
+        plan.format.steps // plan.unit,
+        plan.scales,
     )
-    STEPS, GROUPS, GROUPED = format.steps, format.groups, format.groups > 1
-    REGULAR, WHOLE, WORDS = WARPS * STEP % GROUP == 0, STEPS % WARPS == 0, format.spans * format.scale_words
-
-    @device
-    def copy(ring, held, weight, scales, w_at, s_at, step, slot):
-        lane, at = cuda.threadIdx.x % 32, i32(cuda.threadIdx.x // 32 * DEPTH + slot)
-        if WHOLE or step < STEPS:
-            for m in range(MT):
-                cp_async16(ring, i32(i32(at * (MT * 512)) + i32(m * 512 + lane * 16)), weight, w_at + m * (STEPS * 128))
-                if GROUPED and lane % 4 == 0:
-                    first = s_at if REGULAR else s_at + i32(step) * STEP // GROUP * (8 * W)
-                    for s in range(WORDS):
-                        to = i32(i32(at * (MT * WORDS * 32)) + i32((m * 8 + lane // 4) * (WORDS * 4) + s * 4))
-                        cp_async4(held, to, scales, first + (m * GROUPS * 8 * W + s // W * 8 * W + s % W))
-        cp_commit()
-
-    return copy
-
-
-def _multiply(format: Format, tiles: int, blocks: int) -> tuple[Any, Any]:
-    """Device functions for `tiles` times 16 outputs and `blocks` times 8 rows: multiply by a step, and add up."""
-    W, GROUPED, SPANS, HALVES, MT, TILES = (
+    STEPS, GROUPS, W, GROUPED, WEIGHTS = (
+        format.steps,
+        format.groups,
         format.scale_words,
         format.groups > 1,
-        format.spans,
-        format.step // 32,
-        tiles,
-        blocks,
+        plan.weight_bytes,
     )
-    mma = half_ops(format.dtype).mma
+    EACH = max(format.group // (UB * format.step), 1)  # units of a group
+    places = [((m * GROUPS + c) * 32 * W, WEIGHTS + (m * SC + c) * W * 128) for m in range(MT) for c in range(SC)]
+    copy_scales = _copy_pieces(4 * W, places)
+
+    @device
+    def place(tile, unit):
+        lane = u32(cuda.threadIdx.x) % u32(32)
+        group = i32(unit * SC) if EACH == 1 else i32(u32(unit) // u32(EACH))
+        scale = i32(i32(tile * GROUPS + group) * (8 * W) + i32(lane // u32(4)) * W)
+        return i32(i32(tile * STEPS + unit * UB) * 128 + i32(lane) * 4), scale
+
+    @device
+    def advance(unit, ahead, w_at, s_at, last):
+        unit, w_at = i32(unit + WARPS), i32(w_at + WARPS * UB * 128)
+        if EACH == 1:
+            s_at = i32(s_at + WARPS * SC * 8 * W)
+        if unit >= UNITS:
+            unit, ahead = i32(cuda.threadIdx.x // u32(32)), i32(ahead + cuda.gridDim.x)
+            w_at, s_at = place(i32(min(ahead * MT, last)), unit)
+        elif EACH > 1:
+            _, s_at = place(i32(min(ahead * MT, last)), unit)
+        return unit, ahead, w_at, s_at
+
+    def start(s: int) -> Any:
+        copy = _copy_pieces(16, [(m * STEPS * 512 + s * 512, (s * MT + m) * 512) for m in range(MT)])
+
+        @device
+        def begin(ring, mine, held, here, weight, scales, w_at, s_at):
+            copy(ring, i32(mine + here), weight, w_at)
+            if GROUPED and s == 0:
+                copy_scales(ring, i32(held + here), scales, s_at)
+
+        return begin
+
+    return place, [start(s) for s in range(UB)], advance
+
+
+def _prefill(plan: Plan, begins: list[Any], advance: Any) -> Any:
+    """A device function: start the copies that are to be under way before the first step."""
+    begin, BEFORE, UB, SLOT, STEP = (
+        begins[0],
+        plan.tiling.depth - 1,
+        plan.unit,
+        plan.slot_bytes,
+        plan.tiling.tiles * 512,
+    )
+
+    @device
+    def prefill(ring, mine, held, weight, scales, unit, ahead, w_at, s_at, tiles, last):
+        here = i32(0)
+        for j in range(BEFORE):
+            s = j % UB
+            if ahead < tiles:
+                begin(ring, i32(mine + s * STEP), held, here, weight, scales, i32(w_at + s * 128), s_at)
+            cp_commit()
+            if s == UB - 1:
+                here = i32(here + SLOT)
+                unit, ahead, w_at, s_at = advance(unit, ahead, w_at, s_at, last)
+        return unit, ahead, w_at, s_at
+
+    return prefill
+
+
+def _step(plan: Plan, s: int, begins: list[Any], advance: Any, multiply: Any) -> Any:
+    """A device function: step `s` of a unit. While it is multiplied, the next x is loaded and the copy to the slot before goes out."""
+    format, MT, UB, SLOTS = (
+        plan.format,
+        plan.tiling.tiles,
+        plan.unit,
+        plan.scales * plan.tiling.tiles * plan.format.scale_words,
+    )
+    LAST, FIRST, GROUPED, KEPT, SEEN = s == UB - 1, s == 0, format.groups > 1, 4 * MT, plan.blocks * format.step // 8
+    begin, fetch, wait = begins[s - 1], _fetch(plan, (s + 1) % UB), wait_but(plan.tiling.depth - 2)
+    load = _load_words(4, MT, s * MT * 512, 512)
+    load_scales = _load_words(format.scale_words, MT * plan.scales, plan.weight_bytes, format.scale_words * 128)
+
+    @device
+    def step(registers, given, places, here, before, state, x_at, y_at):
+        totals, acc, low, kept, factor, seen, coming = registers
+        x, weight, scales = given
+        ring, mine, held, x0, x1, tiles, last = places
+        unit, ahead, w_at, s_at = state
+        to = y_at if LAST else x_at
+        fetch(coming, x, i32(x0 + to), i32(x1 + to))
+        wait()
+        a = load(ring, i32(mine + here))
+        for i in range(KEPT):
+            kept[i] = a[i]
+        if GROUPED and FIRST:
+            b = load_scales(ring, i32(held + here))
+            if SLOTS == 1:
+                factor[0] = b
+            else:
+                for i in range(SLOTS):
+                    factor[i] = b[i]
+        if ahead < tiles:
+            begin(ring, mine, held, before if FIRST else here, weight, scales, w_at, s_at)
+        cp_commit()
+        if FIRST:
+            unit, ahead, w_at, s_at = advance(unit, ahead, w_at, s_at, last)
+        multiply(totals, acc, low, kept, factor, seen, s)
+        for i in range(SEEN):
+            seen[i] = coming[i]
+        return unit, ahead, w_at, s_at
+
+    return step
+
+
+def _multiply(plan: Plan) -> tuple[Any, Any]:
+    """Device functions: multiply by step s of a unit; and add the sums of a group, times its scales, to the totals."""
+    format, MT, TILES, FOLD, SC = plan.format, plan.tiling.tiles, plan.blocks, plan.fold, plan.scales
+    W, GROUPED, HALVES, INT4, ZEROS, LOWS = (
+        format.scale_words,
+        format.groups > 1,
+        format.step // 32,
+        format.kind == "int4",
+        format.zeros,
+        (plan.tiling.tiles if plan.format.zeros else 1),
+    )
+    product = half_ops(format.dtype).mma
     matrix, zero_points, factors = decoder(format)
 
     @device
-    def scaled(totals, acc, held, at, m):
-        """Add the sums of a group, times its scales, and begin anew."""
+    def scaled(totals, acc, low, held, at, m):
         f = factors(held, at)
-        for tile in range(m * TILES, (m + 1) * TILES):
-            totals[4 * tile] += acc[4 * tile] * f[0]
-            totals[4 * tile + 1] += acc[4 * tile + 1] * f[0]
-            totals[4 * tile + 2] += acc[4 * tile + 2] * f[1]
-            totals[4 * tile + 3] += acc[4 * tile + 3] * f[1]
+        for tile in range(TILES):
+            k, c = (m * TILES + tile) * 4, ((m if ZEROS else 0) * TILES + tile) * 4
             for i in range(4):
-                acc[4 * tile + i] = f32(0.0)
+                totals[k + i] += (acc[k + i] + low[c + i] if INT4 else acc[k + i]) * f[i // 2]
+                acc[k + i] = f32(0.0)
 
     @device
-    def multiply(totals, acc, kept, held, seen):
-        """A step: for each 16 inputs an mma for 8 rows."""
-        for m in range(MT):
-            for h in range(HALVES):
-                at = (m * SPANS + (h if SPANS == 2 else 0)) * W
-                z = zero_points(held, at)
-                for i in range(2):
-                    a = matrix(kept, m * (2 * HALVES) + 2 * h + i, z)
+    def mma(acc, k, a, b0, b1):
+        c = product(a[0], a[1], a[2], a[3], b0, b1, acc[k], acc[k + 1], acc[k + 2], acc[k + 3])
+        acc[k] = c[0]
+        acc[k + 1] = c[1]
+        acc[k + 2] = c[2]
+        acc[k + 3] = c[3]
+
+    @device
+    def multiply(totals, acc, low, kept, held, seen, s):
+        for h in range(HALVES):
+            end = (s * HALVES + h + 1) * 32  # inputs of the unit so far
+            j = (end - 1) // FOLD
+            for i in range(2):
+                for tile in range(TILES):
+                    b = (tile * HALVES + h) * 4 + 2 * i
+                    if INT4:
+                        for m in range(LOWS):
+                            z = zero_points(held, (m * SC + j) * W)
+                            mma(low, (m * TILES + tile) * 4, (z[0], z[1], z[0], z[1]), seen[b], seen[b + 1])
+                for m in range(MT):
+                    a = matrix(kept, m * (2 * HALVES) + 2 * h + i)
                     for tile in range(TILES):
-                        k, b = (m * TILES + tile) * 4, (tile * HALVES + h) * 4 + 2 * i
-                        c = mma(
-                            a[0], a[1], a[2], a[3], seen[b], seen[b + 1], acc[k], acc[k + 1], acc[k + 2], acc[k + 3]
-                        )
-                        acc[k] = c[0]
-                        acc[k + 1] = c[1]
-                        acc[k + 2] = c[2]
-                        acc[k + 3] = c[3]
-                if GROUPED and (SPANS == 2 or h == HALVES - 1):
-                    scaled(totals, acc, held, at, m)
+                        b = (tile * HALVES + h) * 4 + 2 * i
+                        mma(acc, (m * TILES + tile) * 4, a, seen[b], seen[b + 1])
+            if GROUPED and end % FOLD == 0:
+                for m in range(MT):
+                    scaled(totals, acc, low, held, (m * SC + j) * W, m)
+                for i in range(LOWS * TILES * 4):
+                    low[i] = f32(0.0)
 
     return multiply, scaled
 
 
-def _finish(dtype: str, rows: int, tiling: Tiling) -> Any:
-    """A device function: add what the warps of a block have, and write it."""
-    MT, WARPS, TILES, ROWS, PAIRS, THREADS = (
-        tiling.tiles,
-        tiling.warps,
-        rows // 8,
-        rows,
-        8 * tiling.tiles,
-        32 * tiling.warps,
+def _fetch(plan: Plan, s: int) -> Any:
+    """A device function: what a lane multiplies step `s` of a unit by, of two rows."""
+    format, TILES, HALVES = plan.format, plan.blocks, plan.format.step // 32
+    one, two, TWO = _load_x(s * HALVES * 64), _load_x((s * HALVES + HALVES - 1) * 64), HALVES == 2
+    fma, SCALED, UP = (
+        _fma(format.dtype),
+        format.kind == "fp8" and format.dtype == "bfloat16",
+        _twice((127 + FP8_UP["bfloat16"][0]) << 7),
     )
-    pack = half_ops(dtype).pack
 
     @device
-    def finish(out, totals, sums, turn, tile, count, size, out_s):
-        tid = cuda.threadIdx.x
-        warp, g, t = tid // 32, tid % 32 // 4, tid % 4
-        for i in range(MT * TILES):
-            base = turn + ((warp * MT * TILES + i) * 16 + g) * 8 + 2 * t
-            sums[base] = totals[i * 4]
-            sums[base + 1] = totals[i * 4 + 1]
-            sums[base + 64] = totals[i * 4 + 2]
-            sums[base + 65] = totals[i * 4 + 3]
+    def put(seen, at, b):
+        for i in range(4):
+            seen[at + i] = fma(b[i], u32(UP), u32(0x80008000)) if SCALED else b[i]
+
+    @device
+    def fetch(seen, x, x0, x1):
+        put(seen, 0, one(x, x0))
+        if TWO:
+            put(seen, 4, two(x, x0))
+        if TILES == 2:
+            put(seen, 4 * HALVES, one(x, x1))
+            if TWO:
+                put(seen, 4 * HALVES + 4, two(x, x1))
+
+    return fetch
+
+
+def _finish(plan: Plan) -> Any:
+    """A device function: add what the warps of a block have, and write it."""
+    MT, WARPS, TILES, EACH = plan.tiling.tiles, plan.tiling.warps, plan.blocks, plan.sum_bytes // plan.tiling.warps
+    PAIRS, THREADS, FP8 = 8 * MT, 32 * WARPS, plan.format.kind == "fp8"
+    pack, load, (up, down) = half_ops(plan.format.dtype).pack, _load_words(2, 1, 0, 0), FP8_UP[plan.format.dtype]
+    FACTOR, stores = 2.0 ** (down - up), [_store_sums(i * 8 * COLUMN * 4) for i in range(MT * TILES)]
+
+    def stored(i: int) -> Any:
+        store, rest = stores[i], stored(i + 1) if i + 1 < len(stores) else stores[i]
+        MORE = i + 1 < len(stores)
+
+        @device
+        def leave(base, at, totals):
+            store(base, at, totals[4 * i], totals[4 * i + 1], totals[4 * i + 2], totals[4 * i + 3])
+            if MORE:
+                rest(base, at, totals)
+
+        return leave
+
+    leave = stored(0)
+
+    @device
+    def finish(out, totals, base, turn, tile, count, size, out_s):
+        tid = u32(cuda.threadIdx.x)
+        leave(base, i32(turn + tid // 32 * EACH + tid % 4 * (8 * COLUMN) + tid % 32 // 4 * 4), totals)
         cuda.syncthreads()
-        for p in range(tid, PAIRS * ROWS, THREADS):
-            r, o = p % ROWS, p // ROWS * 2
-            n = tile * (16 * MT) + o
-            if r < count and n < size:
-                base = turn + (o // 16 * TILES + r // 8) * 128 + o % 16 * 8 + r % 8
+        for p in range(tid, u32(PAIRS * count), u32(THREADS)):
+            r = p // u32(PAIRS)
+            pair = p - r * u32(PAIRS)
+            n = tile * 16 + i32(pair) * 2
+            if n < size:
+                block = pair // u32(8) * u32(TILES) + r // u32(8)
+                at = i32(
+                    turn + i32(block * u32(8 * COLUMN * 4) + r % u32(8) * u32(COLUMN * 4) + pair % u32(8) * u32(8))
+                )
                 a, b = f32(0.0), f32(0.0)
                 for w in range(WARPS):
-                    a += sums[base + w * (MT * TILES * 128)]
-                    b += sums[base + w * (MT * TILES * 128) + 8]
+                    two = load(base, i32(at + w * EACH))
+                    a += as_f32(two[0])
+                    b += as_f32(two[1])
+                if FP8:
+                    a, b = a * f32(FACTOR), b * f32(FACTOR)
                 out[i64(r) * out_s + n // 2] = pack(a, b)
 
     return finish
@@ -382,114 +630,117 @@ def _finish(dtype: str, rows: int, tiling: Tiling) -> Any:
 
 @functools.cache
 def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
-    """out [rows, N] = x [rows, features] @ weight.T for up to `rows` rows, 8 or 16, and even N. Any grid (blocks, 1).
+    """out [rows, N] = x [rows, features] @ weight.T for up to `rows` rows, 8 or 16, and even N of `16 tiling.tiles` or more, padded. Any grid (blocks, 1).
 
     Sums are float32, and in the same order whatever other rows there are.
     """
-    if rows not in (8, 16) or tiling.depth & (tiling.depth - 1):
-        raise ValueError(f"no such kernel: rows {rows} (8, 16), depth {tiling.depth} (a power of two)")
-    W, SPANS, GROUPED, STEPS = format.scale_words, format.spans, format.groups > 1, format.steps
-    MT, WARPS, DEPTH, HALVES, TILES = tiling.tiles, tiling.warps, tiling.depth, format.step // 32, rows // 8
-    EACH, THREADS = -(-STEPS // WARPS), 32 * WARPS
-    WHOLE = EACH * WARPS == STEPS
-    SLOTS, WORDS = WARPS * DEPTH * MT, SPANS * W
-    RING, HELD, SUM = SLOTS * 128, SLOTS * 8 * WORDS if GROUPED else 4, WARPS * MT * TILES * 128
-    KEPT, SCALES, SUMS, SEEN = 4 * MT, MT * WORDS, MT * TILES * 4, TILES * HALVES * 4
-    TWICE, BOTH = SUM <= 5120, SUM * 2 if SUM <= 5120 else SUM  # then one barrier for a tile is enough
-    copy, wait = _copy(format, tiling), wait_but(DEPTH - 2)
-    multiply, scaled = _multiply(format, MT, TILES)
-    finish, REGULAR = _finish(format.dtype, rows, tiling), WARPS * format.step % format.group == 0
-    STRIDE, FIRST = WARPS * format.step // format.group * 8 * W if REGULAR else 0, format.step if REGULAR else 0
-    GROUP, GROUPS = format.group, format.groups
+    plan = Plan(format, rows, tiling)
+    UB, MT, WARPS, DEPTH = plan.unit, tiling.tiles, tiling.warps, tiling.depth
+    if rows not in (8, 16) or DEPTH < max(UB, 2) or DEPTH & (DEPTH - 1):
+        raise ValueError(f"no such kernel: rows {rows} (8, 16), depth {DEPTH} (a power of two, at least {max(UB, 2)})")
+    W, GROUPED, UNITS, X_UNIT, SLOT, SLOTS = (
+        format.scale_words,
+        format.groups > 1,
+        format.steps // UB,
+        UB * format.step // 2,
+        plan.slot_bytes,
+        DEPTH // UB,
+    )
+    KEPT, SUMS, SEEN, LOW = (
+        4 * MT,
+        MT * plan.blocks * 4,
+        plan.blocks * format.step // 8,
+        (plan.tiling.tiles if plan.format.zeros else 1) * plan.blocks * 4,
+    )
+    FACTORS, RING, SUM = MT * plan.scales * W, plan.ring_bytes, plan.sum_bytes
+    TWICE = plan.buffers == 2
+    place, begins, advance = _copies(plan)
+    prefill, fetch, finish, (multiply, scaled) = (
+        _prefill(plan, begins, advance),
+        _fetch(plan, 0),
+        _finish(plan),
+        _multiply(plan),
+    )
+    step0, step1, step2, step3 = (_step(plan, min(s, UB - 1), begins, advance, multiply) for s in range(4))
+    name = f"quantized_gemv_{format.name}_r{rows}_{tiling.name}"
 
-    @device
-    def start(tile):
-        """Where a lane's weights and scales of a tile begin."""
-        warp, lane = cuda.threadIdx.x // 32, cuda.threadIdx.x % 32
-        w_at = (i64(tile) * (MT * STEPS) + warp) * 128 + lane * 4
-        return w_at, (i64(tile) * (MT * GROUPS) + warp * FIRST // GROUP) * (8 * W) + lane // 4 * W
-
-    @kernel(SIGNATURE, THREADS, f"quantized_gemv_{format.name}_r{rows}_{tiling.name}", tiling.fit, RING * 4)
+    @kernel(SIGNATURE, 32 * WARPS, name, tiling.blocks, plan.shared_bytes)
     def matmul(out, x, weight, scales, count, size, x_s, out_s):
-        tid = cuda.threadIdx.x
-        warp, lane, g, t = tid // 32, tid % 32, tid % 32 // 4, tid % 4
-        x0, x1 = i32(min(g, count - 1) * x_s + t * 4), i32(min(8 + g, count - 1) * x_s + t * 4)
-        ring = cuda.shared.array(0, U32)
-        held = cuda.shared.array(HELD, u32)
-        sums = cuda.shared.array(BOTH, f32)
-        ring_at, held_at = smem_addr(ring), smem_addr(held)
+        first, lane = i32(cuda.threadIdx.x // u32(32)), i32(cuda.threadIdx.x % u32(32))
+        g, t = i32(u32(lane) // u32(4)), i32(u32(lane) % u32(4))
+        ring = smem_addr(cuda.shared.array(0, U32))
         kept = cuda.local.array(KEPT, u32)
-        factor = cuda.local.array(SCALES, u32)
+        factor = cuda.local.array(FACTORS, u32)
         seen = cuda.local.array(SEEN, u32)
+        coming = cuda.local.array(SEEN, u32)
         acc = cuda.local.array(SUMS, f32)
+        low = cuda.local.array(LOW, f32)
         totals = cuda.local.array(SUMS, f32)
         grid_release()
-        tiles = (size + 16 * MT - 1) // (16 * MT)
-        tile, ahead, left, at, turn = i32(cuda.blockIdx.x), i32(cuda.blockIdx.x), i32(EACH), i32(0), i32(0)
-        w_at, s_at = start(ahead)
-        for j in range(DEPTH - 1):
-            if ahead < tiles:
-                copy(ring_at, held_at, weight, scales, w_at, s_at, warp + (EACH - left) * WARPS, j)
-            else:
-                cp_commit()
-            w_at, s_at, left = w_at + WARPS * 128, s_at + STRIDE, i32(left - 1)
-            if left == 0:
-                left, ahead = i32(EACH), i32(ahead + cuda.gridDim.x)
-                w_at, s_at = start(ahead)
+        tiles = i32((size + 16 * MT - 1) // (16 * MT))
+        last = i32(
+            (size + 31) // 32 * 2 - MT
+        )  # the last block's outputs may lie over those before, which come out the same
+        mine, held = i32(first * (SLOTS * SLOT) + lane * 16), i32(first * (SLOTS * SLOT) + lane * (4 * W))
+        tile, ahead = i32(cuda.blockIdx.x), i32(cuda.blockIdx.x) if first < UNITS else tiles
+        turn, here, before, unit = i32(RING), i32(0), i32((SLOTS - 1) * SLOT), first
+        w_at, s_at = place(i32(min(ahead * MT, last)), unit)
+        state = prefill(ring, mine, held, weight, scales, unit, ahead, w_at, s_at, tiles, last)
+        begin = i32(t * 4 + min(first, UNITS - 1) * X_UNIT)
+        x0, x1 = i32(min(g, count - 1) * x_s + begin), i32(min(8 + g, count - 1) * x_s + begin)
         grid_wait()
+        fetch(seen, x, x0, x1)
+        registers, given = (totals, acc, low, kept, factor, seen, coming), (x, weight, scales)
+        places, x_at = (ring, mine, held, x0, x1, tiles, last), i32(0)
+        for i in range(SUMS):
+            acc[i] = f32(0.0)
+        for i in range(LOW):
+            low[i] = f32(0.0)
         while tile < tiles:
             for i in range(SUMS):
-                acc[i] = f32(0.0)
                 totals[i] = f32(0.0)
-            x_at = i32(warp * (HALVES * 16))
-            for k in range(EACH):
-                if WHOLE or warp + k * WARPS < STEPS:
-                    for r in range(TILES):
-                        for h in range(HALVES):
-                            b = ldg128(x, i32((x0 if r == 0 else x1) + x_at) + h * 16)
-                            for i in range(4):
-                                seen[(r * HALVES + h) * 4 + i] = b[i]
-                x_at = i32(x_at + WARPS * HALVES * 16)
-                wait()
-                if GROUPED:
-                    warp_sync()
-                slot = i32(warp * DEPTH + (at & (DEPTH - 1)))
-                for m in range(MT):
-                    a = lds128(ring_at, i32(i32(slot * (MT * 512)) + i32(m * 512 + lane * 16)))
-                    for i in range(4):
-                        kept[4 * m + i] = a[i]
-                    for s in range(WORDS):
-                        if GROUPED:
-                            factor[m * WORDS + s] = held[
-                                i32(i32(slot * (MT * 8 * WORDS)) + i32((m * 8 + g) * WORDS + s))
-                            ]
-                if ahead < tiles:
-                    step = warp + (EACH - left) * WARPS
-                    copy(ring_at, held_at, weight, scales, w_at, s_at, step, (at + DEPTH - 1) & (DEPTH - 1))
-                else:
-                    cp_commit()
-                w_at, s_at, left, at = w_at + WARPS * 128, s_at + STRIDE, i32(left - 1), i32(at + 1)
-                if left == 0:
-                    left, ahead = i32(EACH), i32(ahead + cuda.gridDim.x)
-                    w_at, s_at = start(ahead)
-                if WHOLE or warp + k * WARPS < STEPS:
-                    multiply(totals, acc, kept, factor, seen)
+            now = first
+            while now < UNITS:
+                now = i32(now + WARPS)
+                y_at = i32(x_at + WARPS * X_UNIT) if now < UNITS else i32(0)
+                state = step0(registers, given, places, here, before, state, x_at, y_at)
+                if UB > 1:
+                    state = step1(registers, given, places, here, before, state, x_at, y_at)
+                if UB > 2:
+                    state = step2(registers, given, places, here, before, state, x_at, y_at)
+                    state = step3(registers, given, places, here, before, state, x_at, y_at)
+                x_at, before, here = y_at, here, i32(here + SLOT)
+                if here == SLOTS * SLOT:
+                    here = i32(0)
+            at = i32(min(tile * MT, last))
             if not GROUPED:
                 for m in range(MT):
                     for w in range(W):
-                        factor[m * W + w] = scales[((i64(tile) * MT + m) * 8 + g) * W + w]
-                    scaled(totals, acc, factor, m * W, m)
-            finish(out, totals, sums, turn, tile, count, size, out_s)
-            turn, tile = i32(SUM - turn) if TWICE else turn, i32(tile + cuda.gridDim.x)
+                        factor[m * W + w] = scales[((i64(at) + m) * 8 + g) * W + w]
+                    scaled(totals, acc, low, factor, m * W, m)
+                for i in range(LOW):
+                    low[i] = f32(0.0)
+            finish(out, totals, ring, turn, at, count, size, out_s)
+            turn, tile = i32(2 * RING + SUM - turn) if TWICE else turn, i32(tile + cuda.gridDim.x)
             if not TWICE and tile < tiles:
                 cuda.syncthreads()
 
     return matmul
 
 
-def choose_tiling(outputs: int, multiprocessors: int) -> Tiling:
-    """How a matmul of up to 16 rows is dealt out: the best by measurement, whatever the format."""
-    return Tiling(2, 8, 4, 2, 2) if outputs > 32 * multiprocessors else Tiling(2, 16, 4, 1, 1)
+def shared_limit(cc: tuple[int, int]) -> int:
+    """Bytes of shared memory that a block can have on a card of this compute capability."""
+    little = cc in ((8, 6), (8, 9)) or cc[0] >= 12
+    return (99 if little else 163 if cc < (9, 0) else 227) << 10
+
+
+def choose_tiling(format: Format, outputs: int, rows: int, multiprocessors: int, cc: tuple[int, int]) -> Tiling:
+    """How a matmul of up to 16 rows is dealt out: the best by measurement on 9.0, if a block's shared memory is enough for it."""
+    tiles, least = -(-outputs // 32) * 2, Tiling(2, 8, 4, 2)
+    best = Tiling(2, 16, 4, 1) if tiles <= 2 * multiprocessors else least
+    if tiles > 4 * multiprocessors and rows <= 8:
+        best = Tiling(3, 8, 4, 2)
+    return best if Plan(format, 8 if rows <= 8 else 16, best).shared_bytes <= shared_limit(cc) else least
 
 
 @functools.cache
@@ -500,13 +751,16 @@ def dequantize(format: Format) -> CudaKernel:
     """
     STEP, W, GROUP, K, WARPS = format.step, format.scale_words, format.group, format.features, 4
     STEPS, GROUPS, HALVES = format.steps, format.groups, STEP // 32
-    half = half_ops(format.dtype)
+    half, fma = half_ops(format.dtype), _fma(format.dtype)
     lo, hi, pack = half.lo, half.hi, half.pack
     matrix, zero_points, factors = decoder(format)
+    one, up = {"bfloat16": (0x3F80, 0x7B80), "float16": (0x3C00, 0x5C00)}[format.dtype]
+    FACTOR, INT4, INT8 = _twice(one if format.kind == "int4" else up), format.kind == "int4", format.kind == "int8"
 
     @device
-    def times(word, factor):
-        return pack(lo(word) * factor, hi(word) * factor)
+    def times(word, zero, factor):
+        number = word if INT8 else fma(word, u32(FACTOR), zero if INT4 else u32(0x80008000))
+        return pack(lo(number) * factor, hi(number) * factor)
 
     @kernel("u32* u32* u32* i32 i32", 32 * WARPS, f"dequantize_{format.name}")
     def write(out, weight, scales, first, size):
@@ -522,11 +776,16 @@ def dequantize(format: Format) -> CudaKernel:
                 for w in range(W):
                     held[w] = scales[((tile * GROUPS + (step * STEP + 32 * h) // GROUP) * 8 + g) * W + w]
                 z, f = zero_points(held, 0), factors(held, 0)
-                p, q = matrix(words, 2 * h, z), matrix(words, 2 * h + 1, z)
+                p, q = matrix(words, 2 * h), matrix(words, 2 * h + 1)
                 for r in range(2):
                     row = cuda.blockIdx.x * 16 + 8 * r + g
                     if row < size:
-                        four = (times(p[r], f[r]), times(p[2 + r], f[r]), times(q[r], f[r]), times(q[2 + r], f[r]))
+                        four = (
+                            times(p[r], z[r], f[r]),
+                            times(p[2 + r], z[r], f[r]),
+                            times(q[r], z[r], f[r]),
+                            times(q[2 + r], z[r], f[r]),
+                        )
                         stg128(out, (i64(row) * K + step * STEP + 32 * h + lane % 4 * 8) // 2, four)
 
     return write

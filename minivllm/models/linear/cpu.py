@@ -132,7 +132,6 @@ class CPULinear(TorchLinear):
     capturable = True
 
     def problem(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str | None:
-        """See `LinearMethod`."""
         if device.type != "cpu":
             return f"the weight is on {device}"
         if dtype not in BITS:
@@ -142,7 +141,6 @@ class CPULinear(TorchLinear):
         return row_major_problem(inputs, outputs, BITS[dtype])
 
     def process_weights_after_loading(self) -> None:
-        """See `LinearMethod`."""
         if "weight" not in self.weights:
             return  # nothing was loaded anew
         weight, bias = self.weights["weight"].contiguous(), self.weights.get("bias")
@@ -178,7 +176,6 @@ class CPULinear(TorchLinear):
         self._kernel = PackedMatmul(self._memory.data_ptr(), *sizes, self._bias_address(), tiles, out_bits)
 
     def apply(self, x: Tensor) -> Tensor:
-        """See `LinearMethod`."""
         if x.shape[0] <= self.max_rows:
             return few_rows_matmul(self._kernel, x, self.outputs, self.out_dtype)
         if self._block:
@@ -187,7 +184,6 @@ class CPULinear(TorchLinear):
         return F.linear(x, self.weights["weight"], self.weights.get("bias"))
 
     def together(self, methods: Sequence[LinearMethod]) -> GroupedLinear | None:
-        """See `LinearMethod`."""
         kernels = [method._kernel for method in methods if type(method) is type(self)]
         if len(kernels) < len(methods):
             return None

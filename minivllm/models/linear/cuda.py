@@ -65,8 +65,10 @@ class FewRowsLinear(TorchLinear):
 
 TILE = 32
 """Outputs are padded to a multiple of these."""
-ZERO_POINTS = {"bfloat16": 0x4300, "float16": 0x6400}
-"""128 and 1024 in a half: what a number of 4 bits is read into, and its zero point is kept with."""
+NIBBLE_AT = {"bfloat16": 3, "float16": 6}
+"""How far to the left the words of a 4-bit weight are turned: four bits are then where a half has them behind the leading one of 16 to 31."""
+ZERO = 16
+"""What a zero point of 4 bits is kept with, and subtracted with."""
 
 
 def whole_zero_points(weight: GroupedWeight) -> Tensor | None:
@@ -122,25 +124,39 @@ def _by_tiles(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, -x.shape[0] % TILE)).view(-1, 2, 8, x.shape[1])
 
 
-def pack_tiles(q: Tensor, bits: int) -> Tensor:
+def _turned(words: Tensor, by: int) -> Tensor:
+    """int32 words with the bits turned to the left."""
+    return (words << by) | ((words >> (32 - by)) & ((1 << by) - 1))
+
+
+def _interleaved(words: Tensor) -> Tensor:
+    """Pairs of e4m3 in the halves of int32 words; four bits of each change places, so that the kernel needs fewer steps. Its own reverse."""
+    return (words & -0x7F807F81) | (words & 0x78007800) >> 4 | (words & 0x07800780) << 4
+
+
+def pack_tiles(q: Tensor, format: Any) -> Tensor:
     """Numbers uint8 [outputs, inputs] as int32 words, in the order in which `minivllm_kernels.cuda.quantized` reads them."""
     tiles = _by_tiles(q)  # inputs are steps, halves of 32, lanes, slices, pairs, numbers of a pair
-    if bits == 4:
+    if format.kind == "int4":
         nibbles = tiles.unflatten(3, (-1, 2, 4, 2, 2, 2)).permute(0, 3, 2, 5, 4, 6, 8, 7, 1)
-        return pack_nibbles(nibbles.reshape(-1, 8)).view(torch.int32).flatten()
-    return (
+        return _turned(pack_nibbles(nibbles.reshape(-1, 8)).view(torch.int32).flatten(), NIBBLE_AT[format.dtype])
+    words = (
         tiles.unflatten(3, (-1, 4, 2, 2, 2)).permute(0, 3, 2, 4, 5, 6, 7, 1).reshape(-1, 4).view(torch.int32).flatten()
     )
+    if format.kind == "int8":
+        return words
+    return _interleaved(words)
 
 
-def unpack_tiles(words: Tensor, bits: int, inputs: int) -> Tensor:
+def unpack_tiles(words: Tensor, format: Any) -> Tensor:
     """The reverse of `pack_tiles`; outputs are still padded."""
-    numbers = words.view(torch.uint8)
-    if bits == 4:
-        tiles = unpack_nibbles(numbers).view(-1, inputs // 64, 8, 4, 2, 2, 2, 2, 2).permute(0, 8, 2, 1, 4, 3, 5, 7, 6)
-    else:
-        tiles = numbers.view(-1, inputs // 32, 8, 4, 2, 2, 2, 2).permute(0, 7, 2, 1, 3, 4, 5, 6)
-    return tiles.reshape(-1, inputs)
+    if format.kind == "int4":
+        numbers = _turned(words, 32 - NIBBLE_AT[format.dtype]).view(torch.uint8)
+        tiles = unpack_nibbles(numbers).view(-1, format.steps, 8, 4, 2, 2, 2, 2, 2).permute(0, 8, 2, 1, 4, 3, 5, 7, 6)
+        return tiles.reshape(-1, format.features)
+    words = _interleaved(words) if format.kind == "fp8" else words
+    tiles = words.view(torch.uint8).view(-1, format.steps, 8, 4, 2, 2, 2, 2).permute(0, 7, 2, 1, 3, 4, 5, 6)
+    return tiles.reshape(-1, format.features)
 
 
 class CUDAPackedWeight(RepackedWeight):
@@ -154,15 +170,15 @@ class CUDAPackedWeight(RepackedWeight):
         self.format, self._shape = format, weight.shape
         self.order, self.inputs = (weight.order, weight.inputs) if isinstance(weight, GroupedWeight) else (None, None)
         self.bits = 4 if format.kind == "int4" else 8
-        self.words = pack_tiles(unpack_nibbles(weight.q) if self.bits == 4 else weight.q.view(torch.uint8), self.bits)
+        self.words = pack_tiles(unpack_nibbles(weight.q) if self.bits == 4 else weight.q.view(torch.uint8), format)
         scale = weight.scale.to(getattr(torch, format.scale))
         self.scales = _by_tiles(scale).permute(0, 3, 2, 1).contiguous().view(torch.int32)
         if format.zeros:
             assert isinstance(weight, GroupedWeight)
             whole = whole_zero_points(weight)
             assert whole is not None  # `cuda_format` has looked
-            zero = _by_tiles(whole).permute(0, 3, 2, 1) + (ZERO_POINTS[format.dtype] - 0x8000)
-            self.scales = torch.cat((self.scales, zero.to(torch.int16).contiguous().view(torch.int32)), -1)
+            zero = (-ZERO - _by_tiles(whole).permute(0, 3, 2, 1)).to(getattr(torch, format.dtype))
+            self.scales = torch.cat((self.scales, zero.contiguous().view(torch.int32)), -1)
 
     def apply(self, x: Tensor, matmul: Matmul = F.linear) -> Tensor:
         """See `QuantizedWeight`. More than `MOST_ROWS` rows are multiplied by torch, with the weight written out in slices."""
@@ -185,11 +201,11 @@ class CUDAPackedWeight(RepackedWeight):
         def outputs_of(pairs: Tensor) -> Tensor:
             return pairs.permute(0, 3, 2, 1).reshape(-1, pairs.shape[1])[:outputs]
 
-        q = unpack_tiles(self.words, self.bits, format.features)[:outputs]
+        q = unpack_tiles(self.words, format)[:outputs]
         scale, low = outputs_of(self.scales[..., : kind.itemsize // 2].contiguous().view(kind)), None
         if format.zeros:
-            halves = outputs_of(self.scales[..., 1:].contiguous().view(torch.int16)).int()
-            low = (halves - (ZERO_POINTS[format.dtype] - 0x8000)) * -scale.float()
+            halves = outputs_of(self.scales[..., 1:].contiguous().view(getattr(torch, format.dtype)))
+            low = (halves.float() + ZERO) * scale.float()
         if format.kind == "fp8":
             return ScaledWeight(q.view(FP8), scale, format.group)
         q = pack_nibbles(q) if self.bits == 4 else q.view(torch.int8)

@@ -171,7 +171,6 @@ class GroupedWeight(QuantizedWeight):
         return q.float() if self.low is not None else q.float() - 8
 
     def dequantize(self) -> Tensor:
-        """See `QuantizedWeight`."""
         each = self.numbers().unflatten(1, (-1, self.group)) * self.scale.float().unsqueeze(-1)
         if self.low is not None:
             each += self.low.float().unsqueeze(-1)
@@ -190,12 +189,10 @@ class GroupedWeight(QuantizedWeight):
         return x.index_select(1, self.order)
 
     def __getitem__(self, rows: Any) -> Self:
-        """See `QuantizedWeight`."""
         low = None if self.low is None else self.low[rows]
         return replace(self, q=self.q[rows], scale=self.scale[rows], low=low)
 
     def narrow(self, dim: int, start: int, length: int) -> Self:
-        """See `QuantizedWeight`."""
         if dim == 0:
             return self[start : start + length]
         if self.order is not None:
@@ -225,7 +222,6 @@ class GroupedWeight(QuantizedWeight):
         return replace(self, q=q, order=order, inputs=length)
 
     def joined(self, below: Self) -> Self | None:
-        """See `QuantizedWeight`."""
         same = (self.shape[1], self.columns, self.bits, self.group, self.low is None)
         if same != (below.shape[1], below.columns, below.bits, below.group, below.low is None):
             return None
@@ -275,14 +271,12 @@ class StoredLinear(LinearMethod):
         self.weights = {"bias": torch.empty(outputs, dtype=dtype, device=device)} if bias else {}
 
     def process_weights_after_loading(self) -> None:
-        """See `LinearMethod`."""
         if not self.loaded:
             return  # nothing was loaded anew
         self.values = join([self.loaded[part] for part in self.parts])
         self.loaded = {}
 
     def apply(self, x: Tensor) -> Tensor:
-        """See `LinearMethod`."""
         out = [self.multiply(x, i) for i in range(len(self.values))]
         whole = out[0] if len(out) == 1 else torch.cat(out, 1)
         return whole if self.bias is None else whole + self.bias

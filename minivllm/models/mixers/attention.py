@@ -206,7 +206,6 @@ class SelfAttention(Mixer):
             self.backend = self.backend.scaled(KVScales(k or v or 1.0, v or k or 1.0))
 
     def renew(self) -> None:
-        """See `Mixer`."""
         if self.kv_dtype is not None and self._scales:
             self.backend = self.backend.scaled(KVScales(1.0, 1.0))
         self._scales = {}

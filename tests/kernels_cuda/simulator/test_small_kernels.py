@@ -292,14 +292,14 @@ def test_the_choice_of_a_gemv_reaches_every_output_and_fills_the_card(rows, gate
 
 
 TILINGS = {  # rows of the kernel, rows, outputs, blocks; tiling
-    "int4": (8, 3, 50, 2, (1, 2, 2, 1, 1)),
-    "int4 with zero points": (16, 11, 98, 2, (2, 2, 4, 1, 1)),
-    "int4 in groups of 32": (8, 5, 20, 2, (1, 2, 4, 1, 1)),
-    "int4 by outputs": (8, 8, 38, 1, (1, 2, 4, 1, 1)),
-    "act-order": (8, 2, 16, 1, (1, 1, 2, 1, 1)),
-    "int8": (8, 1, 34, 1, (2, 2, 2, 1, 1)),
-    "fp8 in blocks": (16, 16, 34, 2, (1, 2, 4, 2, 2)),
-    "fp8 by outputs": (8, 7, 98, 2, (2, 2, 2, 1, 1)),
+    "int4": (8, 3, 50, 2, (1, 2, 4, 1)),
+    "int4 with zero points": (16, 11, 98, 2, (3, 2, 4, 1)),
+    "int4 in groups of 32": (8, 5, 20, 2, (1, 2, 4, 1)),
+    "int4 by outputs": (8, 8, 38, 1, (2, 2, 4, 1)),
+    "act-order": (8, 2, 16, 1, (1, 4, 2, 1)),
+    "int8": (8, 1, 34, 1, (2, 2, 8, 1)),
+    "fp8 in blocks": (16, 16, 34, 2, (1, 2, 4, 2)),
+    "fp8 by outputs": (8, 7, 98, 2, (2, 2, 4, 1)),
 }
 
 
@@ -323,6 +323,24 @@ def test_quantized_gemv(name, dtype):
     want = x.double() @ weight.dequantize().double().T
     assert relative_error(out[:rows, :size].double().numpy(), want.numpy()) < TOLERANCE[dtype]
     assert out[rows:].isnan().all() and out[:, size:].isnan().all()
+
+
+@pytest.mark.parametrize("cc, most", [((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227), ((12, 0), 99)])
+def test_a_block_of_the_chosen_tiling_has_enough_shared_memory(cc, most):
+    zeros = {"group": 32, "scale": "float16", "zeros": True}
+    for kind, more in (
+        ("int4", zeros),
+        ("int8", {"group": 32, "scale": "float32"}),
+        ("fp8", {"group": 128, "scale": "float32"}),
+    ):
+        format = quantized.Format(kind, "bfloat16", 4096, **more)
+        for outputs in (2, 32, 4096, 6144, 24576, 151936):
+            for rows in (1, 8, 9, 16):
+                tiling = quantized.choose_tiling(format, outputs, rows, 132, cc)
+                plan = quantized.Plan(format, 8 if rows <= 8 else 16, tiling)
+                assert plan.shared_bytes <= most << 10 and 16 * tiling.tiles <= -(-outputs // 32) * 32
+                groups, blocks = -(-outputs // (16 * tiling.tiles)), tiling.grid(outputs, 132)
+                assert blocks <= 132 * tiling.blocks and -(-groups // blocks) * blocks - groups < blocks
 
 
 @pytest.mark.parametrize("name", ["int4 with zero points", "int4 in groups of 32", "int8", "fp8 in blocks"])
@@ -350,4 +368,4 @@ def test_formats_that_there_are_not():
             )
     with pytest.raises(ValueError, match="no such kernel"):
         format = quantized.Format("fp8", "bfloat16", 64, 64, "float32")
-        quantized.quantized_gemv(format, 4, quantized.Tiling(1, 1, 2, 1, 1))
+        quantized.quantized_gemv(format, 4, quantized.Tiling(1, 1, 2, 1))
