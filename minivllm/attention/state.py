@@ -232,11 +232,11 @@ def plan_states(batch: AttentionBatch, spec: MambaSpec, device: torch.device) ->
         r: cutter(int(starts[r]), int(first[r]), int(batch.seq_lens[r]), table[r], size if ring == 1 else ring)
         for r in np.flatnonzero(~single).tolist()
     }
-    written = [*write[single].tolist(), *(piece.write for pieces in cut.values() for piece in pieces)]
-    for r in np.flatnonzero(
-        single & (read != write) & np.isin(read, written)
-    ).tolist():  # another request writes it now
-        single[r], cut[r] = False, [Piece(int(starts[r]), int(starts[r]) + 1, int(read[r]), int(write[r]))]
+    moving = np.flatnonzero(single & (read != write)).tolist()
+    written = {*write[single].tolist(), *(p.write for pieces in cut.values() for p in pieces)} if moving else ()
+    for r in moving:
+        if read[r] in written:  # another request writes it now
+            single[r], cut[r] = False, [Piece(int(starts[r]), int(starts[r]) + 1, int(read[r]), int(write[r]))]
     pieces = [piece for r in sorted(cut) for piece in cut[r]]
     arrays = [*(x[single] for x in (starts[:-1], read, write)), np.arange(single.sum() + 1)]
     arrays.append(np.array([(p.read, p.write, 0, p.end - p.start) for p in pieces]).reshape(-1, 4))

@@ -1,5 +1,7 @@
 """The whole engine on a GPU. Skipped, with the reason, where there is none."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tiny_models
@@ -11,7 +13,11 @@ from async_workload import summary, workload
 from varied_prompts import varied_prompts
 
 from minivllm import LLM, LoRARequest, SamplingParams
-from minivllm.core.module import Module
+from minivllm.attention.select import make_backend
+from minivllm.core.module import Module, ModuleList
+from minivllm.models.decoder import Decoder
+from minivllm.models.families.registry import spec_from_config
+from minivllm.models.mixers.moe import MoE
 from minivllm.models.ops.select import make_layer_ops
 from minivllm.models.parallel import Share, TensorGroup
 from minivllm.runtime import executor
@@ -133,6 +139,52 @@ def test_joins_of_one_rank_by_nccl(folder, tmp_path, monkeypatch, enforce_eager)
         llm.close()
     finally:
         dist.destroy_process_group()
+
+
+def test_an_engine_reads_blocks_that_it_keeps_in_other_memory(folder, tmp_path):
+    """CUDA opens no memory in the process that has it, so an engine's store is read in another way than a peer's."""
+    extra = {"shared_storage_path": str(tmp_path), "num_blocks": 60}
+    transfer = {"kv_connector": "PeerMemoryConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    small = {
+        "dtype": "bfloat16",
+        "attention_backend": "numba_cuda",
+        "num_gpu_blocks": 16,
+        "max_model_len": 200,
+        "max_num_batched_tokens": 48,
+        "max_num_seqs": 3,
+    }
+    want = tokens(load(folder("llama-64"), **small), greedy(8))
+    llm = load(folder("llama-64"), **small, kv_transfer_config=transfer)
+    with llm.llm_engine.record() as trace:
+        assert [tokens(llm, greedy(8)) for _ in range(2)] == [want, want]
+    assert {"kv_load", "kv_save", "evict"} <= {event.kind for event in trace}
+    assert llm.llm_engine.get_metrics()["num_kv_load_failures"] == 0
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_experts_that_a_rank_holds_are_their_part_of_the_sum_in_a_graph(first):
+    """Against float64, one expert after the other; rows of experts that are elsewhere add nothing."""
+    model, device = tiny_models.hf_model("qwen3-moe"), torch.device("cuda")
+    decoder = Decoder(spec_from_config(model.config.to_dict()), make_backend("sdpa"), torch.bfloat16, device)
+    decoder.load_weights(tiny_models.checkpoint(model).items())
+    moe = next(layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoE))
+    moe.spec, moe.experts = replace(moe.spec, held=(first, 4)), ModuleList(list(moe.experts)[first : first + 4])
+    moe.process_weights_after_loading()
+    assert len(moe.stacked[0]) == 4 and moe.capturable
+    x = torch.randn(37, 72, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    weights, ids = moe.route(x)
+    want = torch.zeros(37, 72, dtype=torch.float64, device=device)
+    for number, (gate_up, down) in enumerate(zip(*(each.double() for each in moe.stacked), strict=True), first):
+        gate, up = (x.double() @ gate_up.T).chunk(2, -1)
+        share = (weights.double() * (ids == number)).sum(-1, keepdim=True)
+        want += share * (torch.nn.functional.silu(gate) * up @ down.T)
+    got = moe(x)
+    torch.testing.assert_close(got.double(), want, atol=0.01 * want.abs().max().item(), rtol=0.02)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = moe(x)
+    graph.replay()
+    assert torch.equal(again, got)
 
 
 def test_a_replayed_step_equals_the_same_launches(folder):

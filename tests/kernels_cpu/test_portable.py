@@ -111,7 +111,7 @@ KERNELS = {
     "attention": lambda lanes, registers: cpu_attention.attend(64, 3, 16, 16, 16, lanes, registers),
     "fp8 attention": lambda lanes, registers: cpu_attention.attend(64, 3, 16, 16, 8, lanes, registers),
     "gemv": lambda lanes, registers: gemv.matmul(16, lanes, registers),
-    "packed": lambda lanes, registers: packed.matmul(16, lanes, registers),
+    "packed": lambda lanes, registers: packed.matmul(16, lanes, registers, 64),
 }
 DOTS = {  # triple, CPU, features, unit, lanes, registers; the instruction that does the work
     "avx2": (*TARGETS["avx2"][:3], PAIRS, 8, 16, r"vpmaddubsw.*%ymm"),

@@ -104,7 +104,7 @@ def prefill_rungs():
 
 def quantized_gemv(kind, features, group, scale, rows, zeros=False):
     format = quantized.Format(kind, BF16, features, group, scale, zeros)
-    return quantized.quantized_gemv(format, rows, quantized.choose_tiling(8192, rows, 132))
+    return quantized.quantized_gemv(format, rows, quantized.choose_tiling(format, 8192, rows, 132, (9, 0)))
 
 
 def mma_tiles(shape):

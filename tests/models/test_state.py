@@ -102,6 +102,8 @@ def test_a_convolution_in_pieces_is_one_over_the_whole(kernel):
 
 TOKENS = Sequences(torch.tensor([2, 5, 4]), torch.tensor([2, 3, 4]), torch.arange(4))
 """Three sequences with a token each: two in blocks of their own, one that goes on in another block."""
+MANY = Sequences(torch.arange(1, 45).flip(0), torch.arange(1, 45).flip(0), torch.arange(45))
+"""Enough for a thread to claim several parts at once, and fewer the last time."""
 PIECES = [
     Sequences(torch.tensor([-1]), torch.tensor([1]), torch.tensor([0, 5]), single=False, fresh=True),
     Sequences(torch.tensor([5]), torch.tensor([3]), torch.tensor([0, 7]), single=False),
@@ -147,13 +149,13 @@ def test_a_cpu_kernel_is_the_recurrence_on_states_in_blocks(kind):
 
     shape, dtype = SHAPES[kind], torch.bfloat16
     spec = MambaSpec(shapes=((2048,), shape), dtypes=(torch.float32,) * 2, block_size=4, dtype=dtype)
-    for where in (TOKENS, *PIECES):
-        got = []
+    for where in (TOKENS, MANY, *PIECES):
+        got, blocks = [], torch.arange(45)
         for ops in (StateOps(), NumbaCPUStateOps()):
-            view = StateView(torch.zeros(2, 6, 8192, dtype=torch.uint8), spec, 1)
-            view.write(torch.arange(6), torch.randn(6, *shape, generator=torch.Generator().manual_seed(1)))
+            view = StateView(torch.zeros(2, 45, 8192, dtype=torch.uint8), spec, 1)
+            view.write(blocks, torch.randn(45, *shape, generator=torch.Generator().manual_seed(1)))
             y = recurrence(kind, ops, int(where.begins[-1]), dtype)(view, where)
-            got.append((y, view.read(torch.arange(6))))
+            got.append((y, view.read(blocks)))
         (want, after), (mine, there) = got
         assert mine.dtype == want.dtype and close(there, after)
         last_bits = 2.0**-8 if want.dtype == torch.bfloat16 else 0.0

@@ -32,39 +32,50 @@ from minivllm_kernels.cpu.simd import (
     total,
 )
 
-(STATES, STRIDE, READ, WRITE, BEGINS, PARTS) = range(OWN, OWN + 6)
+(STATES, STRIDE, READ, WRITE, BEGINS, PARTS, AT_ONCE) = range(OWN, OWN + 7)
 """First arguments of a recurrence: address of the states of block 0, float32; numbers from one block to the next; addresses of int64
 arrays: the blocks that each of S sequences reads (-1: none, its state is 0) and writes, and its first token [S + 1]; parts of a
-sequence, such as its heads. The work items are parts of sequences."""
+sequence, such as its heads; how many parts, which lie one behind the other, a thread claims at once. The work items are parts of
+sequences."""
 
 
-MORE = OWN + 6
+MORE = OWN + 7
 """Where the arguments of one of them begin."""
 
 
-def through_sequences(step: Callable) -> Callable[[Any], None]:
+compiled = functools.partial(njit, error_model="numpy")
+
+
+@compiled()
+def ask_for_nothing(args, part, source):
+    """Leave it to the processor to fetch a part of a state."""
+
+
+def through_sequences(step: Callable, ask: Callable = ask_for_nothing) -> Callable[[Any], None]:
     """Body of a kernel that takes each sequence's tokens through its state, one after the other.
 
     step: compiled; `step(args, token, part, source, to, fresh)` reads the sequence's state from number `source` of the states
     on, or takes 0 for it if it is fresh, and writes to number `to`.
+    ask: compiled; `ask(args, part, source)` may prefetch a part of a state while the part before it is worked on.
     """
 
     def body(args):
         read, write, begins = ints_at(args[READ], 64), ints_at(args[WRITE], 64), ints_at(args[BEGINS], 64)
         while True:
-            item = claim(args, NEXT, 1)
-            if item >= args[COUNT]:
+            first = claim(args, NEXT, args[AT_ONCE])
+            if first >= args[COUNT]:
                 break
-            s, part = item // args[PARTS], item % args[PARTS]
-            source, to, fresh = read[s] * args[STRIDE], write[s] * args[STRIDE], read[s] < 0
-            for t in range(begins[s], begins[s + 1]):
-                step(args, t, part, source, to, fresh)
-                source, fresh = to, False
+            last = min(first + args[AT_ONCE], args[COUNT]) - 1
+            for item in range(first, last + 1):
+                s, part = item // args[PARTS], item % args[PARTS]
+                after = min(item + 1, last)
+                ask(args, after % args[PARTS], read[after // args[PARTS]] * args[STRIDE])
+                source, to, fresh = read[s] * args[STRIDE], write[s] * args[STRIDE], read[s] < 0
+                for t in range(begins[s], begins[s + 1]):
+                    step(args, t, part, source, to, fresh)
+                    source, fresh = to, False
 
     return body
-
-
-compiled = functools.partial(njit, error_model="numpy")
 
 
 def softplus(lanes: int) -> Callable:
@@ -106,6 +117,7 @@ def ssd(head_dim: int, state_size: int, bits: int, lanes: int) -> Callable[[Any]
     """Body of the kernel of SSD. The parts are heads, whose states are [P, N]. Rows of a state are worked on a few at a time, which
     share what is loaded of B and C."""
     P, N, L, X, ROWS = head_dim, state_size, lanes, math.gcd(lanes, head_dim), math.gcd(4, head_dim)
+    AHEAD = 2048  # 8 KiB, into the second cache: from 4 to 32 KiB all are as fast, into the first cache none is
     soft = softplus(1)
 
     @compiled()
@@ -124,7 +136,7 @@ def ssd(head_dim: int, state_size: int, bits: int, lanes: int) -> Callable[[Any]
         for p in range(0, P, ROWS):
             y, at = tile_zeros(ROWS, L), (h * P + p) * N
             for i in range(0, N, L):
-                prefetch_rows(states, source + at + i + ROWS * N, N, ROWS)  # 2 KiB: half as far or twice is slower
+                prefetch_rows(states, source + at + i + AHEAD, N, ROWS, 2)
                 new = tile_fma(tile_zeros(ROWS, L), out, y_at + p, 1, (load(x, b + i, L),))
                 if not fresh:
                     new = tile_outer(new, tile_load(states, source + at + i, N, ROWS, 1, L), (decay,))
@@ -231,7 +243,7 @@ the output are multiplied with, which lie as the inputs do."""
 
 def conv(taps: int, bits: int, lanes: int, gated: int) -> Callable[[Any], None]:
     """Body of the kernel of a causal convolution of each channel; a SiLU follows, unless it has gates. The parts are channels."""
-    K, L, GATED = taps, lanes, gated != 0
+    K, L, GATED, BEFORE = taps, lanes, gated != 0, taps - 1
     gate = sigmoid(L)
 
     @compiled()
@@ -262,7 +274,13 @@ def conv(taps: int, bits: int, lanes: int, gated: int) -> Callable[[Any], None]:
             y = y * (load(after, row + c, L) if GATED else gate(y))
             store(out, t * C + c, y)
 
-    return through_sequences(step)
+    @compiled()
+    def ask(args, part, source):
+        states, C, strips = floats_at(args[STATES], 32), args[CONV_CHANNELS], args[CONV_CHANNELS] // L
+        for strip in range(part * strips // args[PARTS], (part + 1) * strips // args[PARTS]):
+            prefetch_rows(states, source + strip * L, C, BEFORE, 3)
+
+    return through_sequences(step, ask)
 
 
 (NORM_AT_ONCE, NORM_Y, NORM_Z, NORM_Z_ROW, NORM_WEIGHT, NORM_WEIGHT_STEP, NORM_OUT, NORM_GROUPS) = range(OWN, OWN + 8)

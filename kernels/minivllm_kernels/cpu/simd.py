@@ -460,10 +460,10 @@ def prefetch(b, array: Array, index: Int, size: Const):
 
 
 @primitive(types.void)
-def prefetch_rows(b, array: Array, index: Int, stride: Int, rows: Const):
-    """Ask for the cache line of element `index + r * stride`, for each of `rows` rows."""
+def prefetch_rows(b, array: Array, index: Int, stride: Int, rows: Const, near: Const):
+    """Ask for the cache line of element `index + r * stride`, for each of `rows` rows. near: see `ask_for`."""
     for r in range(rows):
-        ask_for(b, array.address(row_at(b, index, stride, r), I8))
+        ask_for(b, array.address(row_at(b, index, stride, r), I8), near)
 
 
 @primitive(lambda count, lanes: _tile(count, lanes))

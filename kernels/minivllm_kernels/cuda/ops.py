@@ -581,7 +581,7 @@ def quantized_gemv(x: Tensor, format: Format, words: Tensor, scales: Tensor, out
     if not 0 < rows <= 16 or outputs % 2:
         raise ValueError(f"the kernel takes 1 to 16 rows and an even number of outputs, not {rows} and {outputs}")
     processors, out = _multiprocessors(device), torch.empty(rows, outputs, dtype=x.dtype, device=device)
-    tiling = choose_tiling(outputs, rows, processors, _properties(_index(device))[0])
+    tiling = choose_tiling(format, outputs, rows, processors, _properties(_index(device))[0])
     chosen, blocks = quantized.quantized_gemv(format, 8 if rows <= 8 else 16, tiling), tiling.grid(outputs, processors)
     read = out.data_ptr(), x.data_ptr(), words.data_ptr(), scales.data_ptr()
     run(chosen, device, (blocks, 1), *read, rows, outputs, x.stride(0) // 2, outputs // 2)

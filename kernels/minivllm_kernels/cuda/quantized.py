@@ -255,11 +255,6 @@ class Plan:
         raise AssertionError(f"groups of {self.format.group} neither divide a step nor are made of steps")
 
     @property
-    def units(self) -> int:
-        """Of all inputs."""
-        return self.format.steps // self.unit
-
-    @property
     def fold(self) -> int:
         """Inputs after which sums are scaled."""
         return min(self.format.group, self.unit * self.format.step)
@@ -275,11 +270,6 @@ class Plan:
         return self.rows // 8
 
     @property
-    def lows(self) -> int:
-        """Tiles that have zero points of their own, for each eight rows."""
-        return self.tiling.tiles if self.format.zeros else 1
-
-    @property
     def weight_bytes(self) -> int:
         """Of a unit's weights in a warp's ring."""
         return self.unit * self.tiling.tiles * 512
@@ -292,8 +282,23 @@ class Plan:
 
     @property
     def sum_bytes(self) -> int:
-        """Of a warp's sums."""
-        return self.tiling.tiles * self.blocks * 8 * COLUMN * 4
+        """Of the warps' sums."""
+        return self.tiling.warps * self.tiling.tiles * self.blocks * 8 * COLUMN * 4
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of the warps' rings."""
+        return self.tiling.warps * self.tiling.depth // self.unit * self.slot_bytes
+
+    @property
+    def buffers(self) -> int:
+        """Of sums: with two one barrier for a tile is enough."""
+        return 2 if self.ring_bytes + 2 * self.sum_bytes <= 99 << 10 else 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block."""
+        return self.ring_bytes + self.buffers * self.sum_bytes
 
 
 SIGNATURE = "u32* u32* u32* u32* i32 i32 i32 i32"
@@ -373,7 +378,7 @@ def _copies(plan: Plan) -> tuple[Any, list[Any], Any]:
         plan.tiling.tiles,
         plan.tiling.warps,
         plan.unit,
-        plan.units,
+        plan.format.steps // plan.unit,
         plan.scales,
     )
     STEPS, GROUPS, W, GROUPED, WEIGHTS = (
@@ -500,7 +505,7 @@ def _multiply(plan: Plan) -> tuple[Any, Any]:
         format.step // 32,
         format.kind == "int4",
         format.zeros,
-        plan.lows,
+        (plan.tiling.tiles if plan.format.zeros else 1),
     )
     product = half_ops(format.dtype).mma
     matrix, zero_points, factors = decoder(format)
@@ -578,7 +583,7 @@ def _fetch(plan: Plan, s: int) -> Any:
 
 def _finish(plan: Plan) -> Any:
     """A device function: add what the warps of a block have, and write it."""
-    MT, WARPS, TILES, EACH = plan.tiling.tiles, plan.tiling.warps, plan.blocks, plan.sum_bytes
+    MT, WARPS, TILES, EACH = plan.tiling.tiles, plan.tiling.warps, plan.blocks, plan.sum_bytes // plan.tiling.warps
     PAIRS, THREADS, FP8 = 8 * MT, 32 * WARPS, plan.format.kind == "fp8"
     pack, load, (up, down) = half_ops(plan.format.dtype).pack, _load_words(2, 1, 0, 0), FP8_UP[plan.format.dtype]
     FACTOR, stores = 2.0 ** (down - up), [_store_sums(i * 8 * COLUMN * 4) for i in range(MT * TILES)]
@@ -636,14 +641,19 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
     W, GROUPED, UNITS, X_UNIT, SLOT, SLOTS = (
         format.scale_words,
         format.groups > 1,
-        plan.units,
-        plan.unit * format.step // 2,
+        format.steps // UB,
+        UB * format.step // 2,
         plan.slot_bytes,
         DEPTH // UB,
     )
-    KEPT, SUMS, SEEN, LOW = 4 * MT, MT * plan.blocks * 4, plan.blocks * format.step // 8, plan.lows * plan.blocks * 4
-    FACTORS, RING, SUM = MT * plan.scales * W, WARPS * SLOTS * SLOT, WARPS * plan.sum_bytes
-    TWICE = RING + 2 * SUM <= 99 << 10  # then one barrier for a tile is enough
+    KEPT, SUMS, SEEN, LOW = (
+        4 * MT,
+        MT * plan.blocks * 4,
+        plan.blocks * format.step // 8,
+        (plan.tiling.tiles if plan.format.zeros else 1) * plan.blocks * 4,
+    )
+    FACTORS, RING, SUM = MT * plan.scales * W, plan.ring_bytes, plan.sum_bytes
+    TWICE = plan.buffers == 2
     place, begins, advance = _copies(plan)
     prefill, fetch, finish, (multiply, scaled) = (
         _prefill(plan, begins, advance),
@@ -654,7 +664,7 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
     step0, step1, step2, step3 = (_step(plan, min(s, UB - 1), begins, advance, multiply) for s in range(4))
     name = f"quantized_gemv_{format.name}_r{rows}_{tiling.name}"
 
-    @kernel(SIGNATURE, 32 * WARPS, name, tiling.blocks, RING + SUM * (1 + TWICE))
+    @kernel(SIGNATURE, 32 * WARPS, name, tiling.blocks, plan.shared_bytes)
     def matmul(out, x, weight, scales, count, size, x_s, out_s):
         first, lane = i32(cuda.threadIdx.x // u32(32)), i32(cuda.threadIdx.x % u32(32))
         g, t = i32(u32(lane) // u32(4)), i32(u32(lane) % u32(4))
@@ -718,12 +728,19 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
     return matmul
 
 
-def choose_tiling(outputs: int, rows: int, multiprocessors: int, cc: tuple[int, int] = (9, 0)) -> Tiling:
-    """How a matmul of up to 16 rows is dealt out: the best by measurement, whatever the format."""
-    tiles, little_shared = -(-outputs // 32) * 2, cc in ((8, 6), (8, 9)) or cc[0] >= 12  # 99 KB a block
+def shared_limit(cc: tuple[int, int]) -> int:
+    """Bytes of shared memory that a block can have on a card of this compute capability."""
+    little = cc in ((8, 6), (8, 9)) or cc[0] >= 12
+    return (99 if little else 163 if cc < (9, 0) else 227) << 10
+
+
+def choose_tiling(format: Format, outputs: int, rows: int, multiprocessors: int, cc: tuple[int, int]) -> Tiling:
+    """How a matmul of up to 16 rows is dealt out: the best by measurement on 9.0, if a block's shared memory is enough for it."""
+    tiles, least = -(-outputs // 32) * 2, Tiling(2, 8, 4, 2)
+    best = Tiling(2, 16, 4, 1) if tiles <= 2 * multiprocessors else least
     if tiles > 4 * multiprocessors and rows <= 8:
-        return Tiling(3, 8, 4, 2)
-    return Tiling(2, 8, 4, 2) if tiles > 2 * multiprocessors or little_shared else Tiling(2, 16, 4, 1)
+        best = Tiling(3, 8, 4, 2)
+    return best if Plan(format, 8 if rows <= 8 else 16, best).shared_bytes <= shared_limit(cc) else least
 
 
 @functools.cache

@@ -50,9 +50,11 @@ def _rows(x: Tensor) -> tuple[int, int]:
 
 def _launch(which: Kernel, place: tuple[int, int], where: Sequences, parts: int, *own: int) -> None:
     """Launch a recurrence on all parts of all sequences. place: of the states; own: arguments of this kernel."""
-    sequences = [x.data_ptr() for x in (where.read, where.write, where.begins)]
-    args = pack(len(where.read) * parts, *place, *sequences, parts, *own)
-    LAUNCHER.run(which, args, torch.get_num_threads())
+    sequences, threads = [x.data_ptr() for x in (where.read, where.write, where.begins)], torch.get_num_threads()
+    items = len(where.read) * parts
+    # a core that works on neighbours does not prefetch what another one needs
+    at_once = max(items // (8 * threads), min(items // threads, 4), 1)
+    LAUNCHER.run(which, pack(items, *place, *sequences, parts, at_once, *own), threads)
 
 
 class NumbaCPUStateOps(StateOps):

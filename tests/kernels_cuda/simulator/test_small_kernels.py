@@ -325,6 +325,24 @@ def test_quantized_gemv(name, dtype):
     assert out[rows:].isnan().all() and out[:, size:].isnan().all()
 
 
+@pytest.mark.parametrize("cc, most", [((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((9, 0), 227), ((12, 0), 99)])
+def test_a_block_of_the_chosen_tiling_has_enough_shared_memory(cc, most):
+    zeros = {"group": 32, "scale": "float16", "zeros": True}
+    for kind, more in (
+        ("int4", zeros),
+        ("int8", {"group": 32, "scale": "float32"}),
+        ("fp8", {"group": 128, "scale": "float32"}),
+    ):
+        format = quantized.Format(kind, "bfloat16", 4096, **more)
+        for outputs in (2, 32, 4096, 6144, 24576, 151936):
+            for rows in (1, 8, 9, 16):
+                tiling = quantized.choose_tiling(format, outputs, rows, 132, cc)
+                plan = quantized.Plan(format, 8 if rows <= 8 else 16, tiling)
+                assert plan.shared_bytes <= most << 10 and 16 * tiling.tiles <= -(-outputs // 32) * 32
+                groups, blocks = -(-outputs // (16 * tiling.tiles)), tiling.grid(outputs, 132)
+                assert blocks <= 132 * tiling.blocks and -(-groups // blocks) * blocks - groups < blocks
+
+
 @pytest.mark.parametrize("name", ["int4 with zero points", "int4 in groups of 32", "int8", "fp8 in blocks"])
 def test_dequantize(name):
     weight = random_weight(name, 40)

@@ -161,14 +161,14 @@ def make_tile(rows: int, outputs: int, bits: int, lanes: int) -> Any:
             w, products = first * inputs, tile_zeros(SUMS, L)
             if bits == 16:
                 for k in range(0, inputs, 2 * L):
-                    prefetch_rows(weight, w + N * inputs + k, inputs, N)
+                    prefetch_rows(weight, w + N * inputs + k, inputs, N, 3)
                     even = load_halves(weight, w + k, inputs, N, 0, L)
                     odd = load_halves(weight, w + k, inputs, N, 1, L)
                     products = tile_outer(products, tile_load(mine, at + k, inputs, rows, 1, L), even)
                     products = tile_outer(products, tile_load(mine, at + k + L, inputs, rows, 1, L), odd)
             else:
                 for k in range(0, inputs, L):
-                    prefetch_rows(weight, w + N * inputs + k, inputs, N)
+                    prefetch_rows(weight, w + N * inputs + k, inputs, N, 3)
                     some = tile_load(weight, w + k, inputs, N, 1, L)
                     products = tile_outer(products, tile_load(mine, at + k, inputs, rows, 1, L), some)
             tile_totals(sums, first - begin + MARGIN, stride, N, products)

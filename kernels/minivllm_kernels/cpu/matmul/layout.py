@@ -243,11 +243,11 @@ class PackedMatmul(Matmul):
             compiled = kernel("minivllm_kernels.cpu.matmul.amx:matmul", out_bits)
         else:
             lanes = math.gcd(host_lanes(), inputs)
-            compiled = kernel("minivllm_kernels.cpu.matmul.packed:matmul", out_bits, lanes, host_registers())
-        extra = padded, block, tile_configs().ctypes.data, 1
-        super().__init__(compiled, -(-outputs // ITEM), outputs, inputs, 16, out_bits, weight, bias, 0, *extra)
-        if tiles:  # sums of two tiles of rows; the rows are read where they lie
-            self.sum_floats, self.row_floats = 2 * TILE * ITEM, 0
+            compiled = kernel("minivllm_kernels.cpu.matmul.packed:matmul", out_bits, lanes, host_registers(), block)
+        extra, item = (padded, block, tile_configs().ctypes.data, 1), ITEM if tiles else block
+        super().__init__(compiled, -(-outputs // item), outputs, inputs, 16, out_bits, weight, bias, 0, *extra)
+        # by tiles: sums of two tiles of rows, which are read where they lie
+        self.sum_floats, self.row_floats = (2 * TILE * ITEM, 0) if tiles else (8 * block, inputs)
 
     def cut(self, threads: int, groups: int = 1) -> None:
         """See `Matmul`. Many items are claimed several at once, up to 8, and 16 times by each thread at least."""

@@ -24,9 +24,9 @@ from minivllm_kernels.cpu.simd import (
 """Matmul of a few bf16 rows by a weight in oneDNN's packed order. Each weight is read once."""
 
 
-def tile_vectors(rows: int, lanes: int, registers: int) -> int:
+def tile_vectors(rows: int, lanes: int, registers: int, item: int = ITEM) -> int:
     """Vectors of outputs in a tile of `rows` rows: even and odd sums fill half the registers."""
-    return max(1, min(ITEM // lanes, registers // 4 // rows))
+    return max(1, min(item // lanes, registers // 4 // rows))
 
 
 @jit
@@ -35,32 +35,36 @@ def find_outputs(args, item):
     return item * ITEM, item * ITEM + min(args[layout.OUTPUTS] - item * ITEM, ITEM), ITEM
 
 
-def make_tile(rows: int, vectors: int, lanes: int) -> Any:
+def make_tile(rows: int, vectors: int, lanes: int, block: int) -> Any:
     """A function for `rows` rows and the outputs of an item, `vectors * lanes` at once."""
-    V, L, SUMS, STEP, BYTES = vectors, lanes, rows * vectors, 2 * lanes, 4 * vectors * lanes
+    V, L, SUMS, STEP, BYTES, BLOCK = vectors, lanes, rows * vectors, 2 * lanes, 4 * vectors * lanes, block
 
     @jit
     def tile(args, item, mine, r, sums):
-        """sums[i * ITEM + n] = mine[r + i] . weight[item * ITEM + n]. A pair of inputs has `stride` numbers."""
+        """sums[i * BLOCK + n] = mine[r + i] . weight[item * BLOCK + n]."""
         weight, inputs = floats_at(args[layout.WEIGHT], 16), args[layout.INPUTS]
-        block, first = args[layout.BLOCK], item * ITEM
-        start, stride, at = first // block * block * args[layout.PADDED] + first % block * 2, 2 * block, r * inputs
-        for n in range(0, ITEM, V * L):
+        start, at = item * BLOCK * args[layout.PADDED], r * inputs
+        for n in range(0, BLOCK, V * L):
             w, even, odd = start + 2 * n, tile_zeros(SUMS, L), tile_zeros(SUMS, L)
             for k in range(0, inputs, 2):
-                prefetch(weight, w + 16 * stride, BYTES)
+                prefetch(weight, w + 16 * BLOCK, BYTES)
                 even = tile_fma(even, mine, at + k, inputs, load_halves(weight, w, STEP, V, 0, L))
                 odd = tile_fma(odd, mine, at + k + 1, inputs, load_halves(weight, w, STEP, V, 1, L))
-                w += stride
-            tile_store(sums, n, ITEM, V, tile_outer(even, odd, (splat(1.0, L),)))
+                w += 2 * BLOCK
+            tile_store(sums, n, BLOCK, V, tile_outer(even, odd, (splat(1.0, L),)))
 
     return tile
 
 
-def matmul(out_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
-    """Body of the kernel. Arguments: see `layout.PackedMatmul`. ``out_bits``: of the results, which are rounded to bf16."""
-    L = lanes
-    tiles = [make_tile(n, tile_vectors(n, lanes, registers), lanes) for n in TILE_ROWS]
+def matmul(out_bits: int, lanes: int, registers: int, block: int) -> Callable[[Any], None]:
+    """Body of the kernel. Arguments: see `layout.PackedMatmul`. ``out_bits``: of the results, which are rounded to bf16. ``block``: outputs
+    of a block, which are a work item: threads that shared one would fetch each other's halves of its cache lines."""
+    L, BLOCK = lanes, block
+    tiles = [make_tile(n, tile_vectors(n, lanes, registers, block), lanes, block) for n in TILE_ROWS]
+
+    @jit
+    def find_outputs_of_block(args, item):
+        return item * BLOCK, min(item * BLOCK + BLOCK, args[layout.OUTPUTS]), BLOCK
 
     @jit
     def take_row(args, row, mine, r):
@@ -68,4 +72,4 @@ def matmul(out_bits: int, lanes: int, registers: int) -> Callable[[Any], None]:
         for k in range(0, inputs, L):
             store(mine, r * inputs + k, load(x, row * inputs + k, L))
 
-    return matmul_loop(find_outputs, make_take_rows(take_row), tiles, make_write_row(lanes, 16, out_bits))
+    return matmul_loop(find_outputs_of_block, make_take_rows(take_row), tiles, make_write_row(lanes, 16, out_bits))
