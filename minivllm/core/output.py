@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,8 +129,8 @@ class ModelRunnerOutput:
     expert_loads: tuple[tuple[int, tuple[int, ...]], ...] = ()
     draft_odds: dict[str, list[tuple[float, float, float | None]]] = field(default_factory=dict)
     invalid_block_ids: set[int] = field(default_factory=set)
-    finished_recving: set[str] = field(default_factory=set)
-    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: Collection[str] = frozenset()
+    finished_sending: Collection[str] = frozenset()
 
 
 @dataclass(slots=True)
