@@ -404,13 +404,16 @@ class EngineCore:
             mode: what becomes of unfinished requests: see `load_weights`.
 
         Raises:
-            ValueError: another level or mode. RuntimeError: the engine sleeps already.
+            ValueError: another level or mode, or at level 2 a model that can take no other weights. RuntimeError: the engine sleeps
+                already, or a KV connector is still copying blocks.
         """
         if level not in (1, 2):
             raise ValueError(f"sleep: level must be 1 (weights are kept) or 2 (weights are dropped), got {level!r}")
         if self.asleep:
             raise RuntimeError("sleep: the engine sleeps already")
         self._stop_requests(mode)
+        if self.scheduler.kv_cache_manager.block_pool.usage:
+            raise RuntimeError("sleep: blocks are still being filled by a KV connector; try again")
         self.collective_rpc("sleep", args=(level,))
         self._set_asleep({"kv_cache": "wake_up()", "weights": "wake_up()" if level == 1 else "load_weights()"})
 

@@ -33,7 +33,15 @@ from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
 from minivllm.runtime.kv_connectors import ConnectorWorker, make_connector_worker
 from minivllm.runtime.pooler import Pooler
 from minivllm.runtime.sample_record import SampleLog, forget_samples, log_samples
-from minivllm.runtime.weights import Function, Parked, Weights, open_weights, unpack_function, weight_tensors
+from minivllm.runtime.weights import (
+    Function,
+    Parked,
+    Weights,
+    check_loadable,
+    open_weights,
+    unpack_function,
+    weight_tensors,
+)
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.logprobs import Logprob, compute_logprobs
 from minivllm.sampling.pooling import PoolingParams
@@ -234,6 +242,8 @@ class ModelRunner:
     def sleep(self, level: int) -> int:
         """Give the memory of the KV cache back, and that of the weights: at level 1 a GPU's, which go to the host, at level 2 all,
         which are dropped. Returns the bytes."""
+        if level == 2:
+            check_loadable(self.model)
         self._latest, self._has_weights = None, self._has_weights and level == 1
         self._parked = {
             "kv_cache": Parked([*self.kv_caches, *self.swap_caches]),

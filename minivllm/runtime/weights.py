@@ -115,14 +115,21 @@ def read_weights(model: Decoder, args: EngineArgs, path: str | None) -> Iterable
     return loaded.weights(dtype)
 
 
+def check_loadable(model: Decoder) -> None:
+    """Raises ValueError for a model that can take no other weights, and so must keep its own."""
+    if isinstance(model, TransformersDecoder) or model.spec.media is not None:
+        raise ValueError(
+            f"{model.spec.family} has parts that are not the decoder's: load_weights and sleep(level=2) are not implemented"
+        )
+
+
 def open_weights(model: Decoder, args: EngineArgs, weights: Weights) -> Iterable[tuple[str, Any]]:
     """Names and tensors to fill a model with; nothing is changed yet.
 
     Raises:
-        ValueError: a checkpoint of another model, or one that cannot be read; or a model that can take no others.
+        ValueError: a checkpoint of another model, or one that cannot be read; or see `check_loadable`.
     """
-    if isinstance(model, TransformersDecoder) or model.spec.media is not None:
-        raise ValueError(f"load_weights is not implemented for {model.spec.family}: parts of it are not the decoder's")
+    check_loadable(model)
     if weights is None or isinstance(weights, str | Path):
         return read_weights(model, args, None if weights is None else str(weights))
     return weights

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from adapters import VARIANTS, peft_adapter
 from adapters import greedy as merged_tokens
 from async_workload import summary, workload
+from safetensors.torch import load_file
 from varied_prompts import varied_prompts
 
 from minivllm import LLM, LoRARequest, SamplingParams
@@ -17,6 +18,7 @@ from minivllm.attention.select import make_backend
 from minivllm.core.module import Module, ModuleList
 from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
+from minivllm.models.loading import SINGLE
 from minivllm.models.mixers.moe import MoE
 from minivllm.models.ops.select import make_layer_ops
 from minivllm.models.parallel import Share, TensorGroup
@@ -404,3 +406,27 @@ def test_graphs_with_adapters_are_as_near_to_float32_as_without(folder, adapters
     assert distance(truth, prompts, plain) < 1.5 * distance(truth, prompts, alone) + 0.01
     assert distance(truth, prompts, plain, mix) > 10 * replayed + 0.1  # the adapters do change what is likely
     assert sum(a.token_ids != b.token_ids for a, b in zip(plain, got)) > 8
+
+
+@pytest.mark.parametrize("changes", [{}, {"quantization": "fp8"}], ids=["bf16", "fp8"])
+def test_sleep_gives_memory_back_and_weights_come_again(folder, changes):
+    """Weights of level 1 come back from the host, and graphs are captured anew: memory lies elsewhere then."""
+    path, params = folder("llama-64"), greedy(8)
+    llm = load(path, dtype="bfloat16", num_gpu_blocks=20_000, **changes)
+    want = tokens(llm, params)
+    cache = sum(c.nbytes for c in llm.llm_engine.core.executor.runner.kv_caches)
+    state = {name: tensor.roll(1, 0) for name, tensor in load_file(path / SINGLE).items()}
+    for level in (1, 2):
+        before = torch.cuda.memory_allocated()
+        llm.sleep(level)
+        assert before - torch.cuda.memory_allocated() >= 0.99 * cache > 50e6
+        llm.wake_up(["weights"])
+        if level == 2:
+            llm.load_weights()
+        llm.wake_up()
+        assert tokens(llm, params) == want
+    llm.load_weights(state.items())
+    new = tokens(llm, params)
+    llm.load_weights()
+    assert new != want and tokens(llm, params) == want
+    llm.close()

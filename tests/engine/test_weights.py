@@ -144,6 +144,18 @@ def test_what_is_wrong_is_said_before_a_weight_changes_or_no_step_runs(llm, two,
         llm.wake_up(["cache"])
 
 
+def test_a_model_of_transformers_sleeps_with_its_weights(two):
+    with LLM(two[0], model_impl="transformers", **SIZES) as llm:
+        want = tokens(llm)
+        for call in (lambda: llm.sleep(level=2), lambda: llm.load_weights(two[1])):
+            with pytest.raises(ValueError, match="are not the decoder's"):
+                call()
+        assert tokens(llm) == want
+        llm.sleep()
+        llm.wake_up()
+        assert tokens(llm) == want
+
+
 def test_a_function_of_the_model(llm):
     assert llm.apply_model(lambda model: model.spec.num_layers) == [4]
     assert llm.collective_rpc("has_weights") == [True]

@@ -18,7 +18,7 @@ from minivllm.models.linear.grouped import (
     unpack_nibbles,
 )
 from minivllm.models.linear.unquantized import TorchLinear
-from minivllm_kernels.cpu.matmul.layout import FEW, ITEM, SPAN, QuantizedMatmul, host_tiles
+from minivllm_kernels.cpu.matmul.layout import FEW, ITEM, SPAN, QuantizedMatmul
 
 
 def quantize_rows(weight: Tensor) -> GroupedWeight:
@@ -312,5 +312,5 @@ def explain(name: str) -> str:
         what = f"4 bits, a scale and a low for {kind.removeprefix('int4_')} inputs, output layer 8 bits"
     if name.startswith("torch_"):
         return f"weights of {what}; torch writes them out in every step"
-    many = "" if kind != name or not host_tiles() else f"; more than {FEW} rows of bf16 by the tile unit, as they are"
+    many = f"; where there is AMX, more than {FEW} rows of bf16 are not rounded" if kind == name else ""
     return f"weights of {what}; numba multiplies whole numbers, with activations rounded to 8 bits{many}"
