@@ -77,11 +77,6 @@ class Format:
         return self.features // self.group
 
     @property
-    def spans(self) -> int:
-        """Scales of a step."""
-        return 2 if self.groups > 1 and self.group < self.step else 1
-
-    @property
     def scale_words(self) -> int:
         """Words of the scales, and zero points, of two outputs."""
         return 2 if self.zeros or self.scale == "float32" else 1
@@ -347,17 +342,15 @@ def _load_x(first: int) -> Any:
     return load
 
 
-def _store_sums(first: int) -> Any:
-    places = (0, COLUMN, 8, COLUMN + 8)
-    text = "".join(f" st.shared.f32 [a+{first + 4 * at}], ${2 + i};" for i, at in enumerate(places))
+_PLACES = (0, COLUMN, 8, COLUMN + 8)
+_STORES = "".join(f" st.shared.f32 [a+{4 * at}], ${2 + i};" for i, at in enumerate(_PLACES))
 
-    @instruction(f"{{ .reg .b32 a; add.s32 a, $0, $1; {text} }}", "", "u32 i32 f32 f32 f32 f32", effect=True)
-    def store(base, offset, a, b, c, d):
-        """What a lane has of a product of 16 outputs and 8 rows, row by row."""
-        for at, value in zip(places, (a, b, c, d)):
-            base[(int(offset) + first) // 4 + at] = np.float32(value).view(np.uint32)
 
-    return store
+@instruction(f"{{ .reg .b32 a; add.s32 a, $0, $1; {_STORES} }}", "", "u32 i32 f32 f32 f32 f32", effect=True)
+def _store_sums(base, offset, a, b, c, d):
+    """What a lane has of a product of 16 outputs and 8 rows, row by row."""
+    for at, value in zip(_PLACES, (a, b, c, d)):
+        base[int(offset) // 4 + at] = np.float32(value).view(np.uint32)
 
 
 @functools.cache
@@ -373,21 +366,9 @@ def wait_but(groups: int) -> Any:
 
 def _copies(plan: Plan) -> tuple[Any, list[Any], Any]:
     """Device functions: where a lane's part of a unit lies; start copying step s, for each s; and what comes next, when a unit is under way."""
-    format, MT, WARPS, UB, UNITS, SC = (
-        plan.format,
-        plan.tiling.tiles,
-        plan.tiling.warps,
-        plan.unit,
-        plan.format.steps // plan.unit,
-        plan.scales,
-    )
-    STEPS, GROUPS, W, GROUPED, WEIGHTS = (
-        format.steps,
-        format.groups,
-        format.scale_words,
-        format.groups > 1,
-        plan.weight_bytes,
-    )
+    format, MT, WARPS, UB, SC = plan.format, plan.tiling.tiles, plan.tiling.warps, plan.unit, plan.scales
+    STEPS, GROUPS, W, WEIGHTS = format.steps, format.groups, format.scale_words, plan.weight_bytes
+    GROUPED, UNITS = GROUPS > 1, STEPS // UB
     EACH = max(format.group // (UB * format.step), 1)  # units of a group
     places = [((m * GROUPS + c) * 32 * W, WEIGHTS + (m * SC + c) * W * 128) for m in range(MT) for c in range(SC)]
     copy_scales = _copy_pieces(4 * W, places)
@@ -427,13 +408,8 @@ def _copies(plan: Plan) -> tuple[Any, list[Any], Any]:
 
 def _prefill(plan: Plan, begins: list[Any], advance: Any) -> Any:
     """A device function: start the copies that are to be under way before the first step."""
-    begin, BEFORE, UB, SLOT, STEP = (
-        begins[0],
-        plan.tiling.depth - 1,
-        plan.unit,
-        plan.slot_bytes,
-        plan.tiling.tiles * 512,
-    )
+    begin, BEFORE, STEP = begins[0], plan.tiling.depth - 1, plan.tiling.tiles * 512
+    UB, SLOT = plan.unit, plan.slot_bytes
 
     @device
     def prefill(ring, mine, held, weight, scales, unit, ahead, w_at, s_at, tiles, last):
@@ -453,12 +429,8 @@ def _prefill(plan: Plan, begins: list[Any], advance: Any) -> Any:
 
 def _step(plan: Plan, s: int, begins: list[Any], advance: Any, multiply: Any) -> Any:
     """A device function: step `s` of a unit. While it is multiplied, the next x is loaded and the copy to the slot before goes out."""
-    format, MT, UB, SLOTS = (
-        plan.format,
-        plan.tiling.tiles,
-        plan.unit,
-        plan.scales * plan.tiling.tiles * plan.format.scale_words,
-    )
+    format, MT, UB = plan.format, plan.tiling.tiles, plan.unit
+    SLOTS = plan.scales * MT * format.scale_words
     LAST, FIRST, GROUPED, KEPT, SEEN = s == UB - 1, s == 0, format.groups > 1, 4 * MT, plan.blocks * format.step // 8
     begin, fetch, wait = begins[s - 1], _fetch(plan, (s + 1) % UB), wait_but(plan.tiling.depth - 2)
     load = _load_words(4, MT, s * MT * 512, 512)
@@ -499,14 +471,8 @@ def _step(plan: Plan, s: int, begins: list[Any], advance: Any, multiply: Any) ->
 def _multiply(plan: Plan) -> tuple[Any, Any]:
     """Device functions: multiply by step s of a unit; and add the sums of a group, times its scales, to the totals."""
     format, MT, TILES, FOLD, SC = plan.format, plan.tiling.tiles, plan.blocks, plan.fold, plan.scales
-    W, GROUPED, HALVES, INT4, ZEROS, LOWS = (
-        format.scale_words,
-        format.groups > 1,
-        format.step // 32,
-        format.kind == "int4",
-        format.zeros,
-        (plan.tiling.tiles if plan.format.zeros else 1),
-    )
+    W, GROUPED, HALVES, INT4 = format.scale_words, format.groups > 1, format.step // 32, format.kind == "int4"
+    ZEROS, LOWS = format.zeros, MT if format.zeros else 1
     product = half_ops(format.dtype).mma
     matrix, zero_points, factors = decoder(format)
 
@@ -557,11 +523,8 @@ def _fetch(plan: Plan, s: int) -> Any:
     """A device function: what a lane multiplies step `s` of a unit by, of two rows."""
     format, TILES, HALVES = plan.format, plan.blocks, plan.format.step // 32
     one, two, TWO = _load_x(s * HALVES * 64), _load_x((s * HALVES + HALVES - 1) * 64), HALVES == 2
-    fma, SCALED, UP = (
-        _fma(format.dtype),
-        format.kind == "fp8" and format.dtype == "bfloat16",
-        _twice((127 + FP8_UP["bfloat16"][0]) << 7),
-    )
+    SCALED, UP = format.kind == "fp8" and format.dtype == "bfloat16", _twice((127 + FP8_UP["bfloat16"][0]) << 7)
+    fma = _fma(format.dtype)
 
     @device
     def put(seen, at, b):
@@ -586,26 +549,15 @@ def _finish(plan: Plan) -> Any:
     MT, WARPS, TILES, EACH = plan.tiling.tiles, plan.tiling.warps, plan.blocks, plan.sum_bytes // plan.tiling.warps
     PAIRS, THREADS, FP8 = 8 * MT, 32 * WARPS, plan.format.kind == "fp8"
     pack, load, (up, down) = half_ops(plan.format.dtype).pack, _load_words(2, 1, 0, 0), FP8_UP[plan.format.dtype]
-    FACTOR, stores = 2.0 ** (down - up), [_store_sums(i * 8 * COLUMN * 4) for i in range(MT * TILES)]
-
-    def stored(i: int) -> Any:
-        store, rest = stores[i], stored(i + 1) if i + 1 < len(stores) else stores[i]
-        MORE = i + 1 < len(stores)
-
-        @device
-        def leave(base, at, totals):
-            store(base, at, totals[4 * i], totals[4 * i + 1], totals[4 * i + 2], totals[4 * i + 3])
-            if MORE:
-                rest(base, at, totals)
-
-        return leave
-
-    leave = stored(0)
+    FACTOR, store, MINE = 2.0 ** (down - up), _store_sums, MT * TILES
 
     @device
     def finish(out, totals, base, turn, tile, count, size, out_s):
         tid = u32(cuda.threadIdx.x)
-        leave(base, i32(turn + tid // 32 * EACH + tid % 4 * (8 * COLUMN) + tid % 32 // 4 * 4), totals)
+        mine = i32(turn + tid // 32 * EACH + tid % 4 * (8 * COLUMN) + tid % 32 // 4 * 4)
+        for i in range(MINE):
+            k = 4 * i
+            store(base, i32(mine + i * (8 * COLUMN * 4)), totals[k], totals[k + 1], totals[k + 2], totals[k + 3])
         cuda.syncthreads()
         for p in range(tid, u32(PAIRS * count), u32(THREADS)):
             r = p // u32(PAIRS)
@@ -638,29 +590,14 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
     UB, MT, WARPS, DEPTH = plan.unit, tiling.tiles, tiling.warps, tiling.depth
     if rows not in (8, 16) or DEPTH < max(UB, 2) or DEPTH & (DEPTH - 1):
         raise ValueError(f"no such kernel: rows {rows} (8, 16), depth {DEPTH} (a power of two, at least {max(UB, 2)})")
-    W, GROUPED, UNITS, X_UNIT, SLOT, SLOTS = (
-        format.scale_words,
-        format.groups > 1,
-        format.steps // UB,
-        UB * format.step // 2,
-        plan.slot_bytes,
-        DEPTH // UB,
-    )
-    KEPT, SUMS, SEEN, LOW = (
-        4 * MT,
-        MT * plan.blocks * 4,
-        plan.blocks * format.step // 8,
-        (plan.tiling.tiles if plan.format.zeros else 1) * plan.blocks * 4,
-    )
+    W, GROUPED, UNITS, X_UNIT = format.scale_words, format.groups > 1, format.steps // UB, UB * format.step // 2
+    SLOT, SLOTS, KEPT, SEEN = plan.slot_bytes, DEPTH // UB, 4 * MT, plan.blocks * format.step // 8
+    SUMS, LOW = MT * plan.blocks * 4, (MT if format.zeros else 1) * plan.blocks * 4
     FACTORS, RING, SUM = MT * plan.scales * W, plan.ring_bytes, plan.sum_bytes
     TWICE = plan.buffers == 2
     place, begins, advance = _copies(plan)
-    prefill, fetch, finish, (multiply, scaled) = (
-        _prefill(plan, begins, advance),
-        _fetch(plan, 0),
-        _finish(plan),
-        _multiply(plan),
-    )
+    prefill, fetch, finish = _prefill(plan, begins, advance), _fetch(plan, 0), _finish(plan)
+    multiply, scaled = _multiply(plan)
     step0, step1, step2, step3 = (_step(plan, min(s, UB - 1), begins, advance, multiply) for s in range(4))
     name = f"quantized_gemv_{format.name}_r{rows}_{tiling.name}"
 
@@ -780,12 +717,8 @@ def dequantize(format: Format) -> CudaKernel:
                 for r in range(2):
                     row = cuda.blockIdx.x * 16 + 8 * r + g
                     if row < size:
-                        four = (
-                            times(p[r], z[r], f[r]),
-                            times(p[2 + r], z[r], f[r]),
-                            times(q[r], z[r], f[r]),
-                            times(q[2 + r], z[r], f[r]),
-                        )
+                        low, high = times(p[r], z[r], f[r]), times(p[2 + r], z[r], f[r])
+                        four = (low, high, times(q[r], z[r], f[r]), times(q[2 + r], z[r], f[r]))
                         stg128(out, (i64(row) * K + step * STEP + 32 * h + lane % 4 * 8) // 2, four)
 
     return write
