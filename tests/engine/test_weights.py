@@ -55,7 +55,7 @@ def pair(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("mode", [pytest.param(m, marks=[] if m == "packed" else [pytest.mark.slow]) for m in MODES])
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=pytest.mark.slow) for m in MODES])
 def test_the_tokens_of_an_engine_made_of_the_new_checkpoint(mode, pair):
     """From a folder, from its own again, from tensors, and after both levels of sleep."""
     name, changes = MODES[mode]
