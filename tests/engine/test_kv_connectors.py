@@ -1,5 +1,6 @@
 """Blocks from main memory, files and another engine: the tokens are the same, and a load that fails costs only work."""
 
+import copy
 import gc
 import os
 import shutil
@@ -10,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny_model_path
+from tiny_models import hf_model, randomise, save_tiny_model, tiny_model_path
 
 from minivllm.core.config import EngineArgs
 from minivllm.core.kv_connector import ARC, LRU, SharedStorageConnector
@@ -511,3 +512,56 @@ def test_a_producer_goes_on_when_its_folder_refuses(tiny_model_path, want, tmp_p
     assert caplog.text.count("KV blocks are not kept: read-only") > 0 and store.read_bytes() != kept
     assert not set(tmp_path.glob("*/*.0")) - set(files)
     check_at_rest(first)
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory):
+    """Two more checkpoints of the tiny model, and the tokens of an engine made of each."""
+    found = []
+    for seed in (7, 9):
+        folder = save_tiny_model("llama", tmp_path_factory.mktemp("weights") / "model")
+        model = copy.deepcopy(hf_model("llama"))
+        randomise(model, seed=seed)
+        model.save_pretrained(folder)
+        found.append((str(folder), tokens(LLM(str(folder), **SIZES))))
+    assert found[0][1] != found[1][1]
+    return found
+
+
+@pytest.mark.parametrize("load_async", [False, True])
+@pytest.mark.parametrize("name", ["SharedStorageConnector", "PeerMemoryConnector"])
+def test_engines_with_other_weights_share_no_block(tiny_model_path, tmp_path, reloaded, name, load_async):
+    """Two that began with the same weights in one store, in one process, and one that comes after the first has ended."""
+    more = {} if name == "SharedStorageConnector" else {"num_blocks": 60}
+    config = transfer(name, shared_storage_path=str(tmp_path), load_async=load_async, **more)
+    (first_folder, want_first), (second_folder, want_second) = reloaded
+    first, second = (LLM(str(tiny_model_path("llama")), **SIZES, kv_transfer_config=config) for _ in range(2))
+    first.load_weights(first_folder)
+    second.load_weights(second_folder)
+    assert tokens(first) == want_first and tokens(second) == want_second
+    first.load_weights(second_folder)
+    assert tokens(first) == want_second
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2  # of now: no folder is left behind
+    for llm in (first, second):
+        llm.llm_engine.close()
+    del first, second, llm
+    gc.collect()
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_slot_that_was_not_filled_again_keeps_no_block_of_the_old_weights(tiny_model_path, reloaded, monkeypatch):
+    """The first step after new weights fails, so that what it would have kept is not kept."""
+    (folder, want), config = reloaded[0], transfer("OffloadingConnector", num_cpu_blocks=60)
+    llm = LLM(str(tiny_model_path("llama")), **SIZES, kv_transfer_config=config)
+    tokens(llm)
+    llm.load_weights(folder)
+
+    def fail(*_, **__):
+        raise MemoryError("no memory for this step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.llm_engine.core.executor.runner.model, "forward", fail)
+        with pytest.raises(MemoryError):
+            tokens(llm)
+    assert tokens(llm) == want
+    check_at_rest(llm)
