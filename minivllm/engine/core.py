@@ -41,6 +41,9 @@ class EngineCore:
     ``grammar``: compiles structured outputs; None if there can be none.
     """
 
+    SEND_STEPS = 500
+    """Steps that `sleep`, `load_weights` and `reset_prefix_cache` wait for blocks that are sent; idle ones take a hundredth of a second."""
+
     def __init__(
         self,
         config: EngineConfig,
@@ -353,6 +356,8 @@ class EngineCore:
             False, and nothing has changed, if requests hold blocks and `reset_running_requests` is off.
         """
         self.drain()
+        if not self.scheduler.requests:
+            self._finish_sends()
         done = self.scheduler.reset_prefix_cache(reset_running_requests)
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
@@ -388,12 +393,21 @@ class EngineCore:
         if mode not in ("abort", "keep"):
             raise ValueError(f"mode must be 'abort' or 'keep' (what becomes of unfinished requests), got {mode!r}")
         self.drain()
+        self._finish_sends()
         if self.scheduler.is_sending:
             raise RuntimeError("blocks are still being copied to elsewhere; try again")
         if mode == "abort":
             ended = self.abort([*self._compiling.waiting, *self.scheduler.requests])
             self._outputs += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in ended]
         self.reset_prefix_cache(reset_running_requests=True)
+
+    def _finish_sends(self) -> None:
+        """Step until a KV connector has sent the blocks of requests that have ended, `SEND_STEPS` times at most."""
+        for _ in range(self.SEND_STEPS):
+            if not self.scheduler.is_sending:
+                return
+            self._outputs = self.step()
+            self.drain()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give memory back until `wake_up`. Requests that come meanwhile wait; no step runs.
