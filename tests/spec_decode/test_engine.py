@@ -265,7 +265,8 @@ def test_a_slow_caller_does_not_make_steps_dearer(tiny_model_path, monkeypatch):
     now, seen = [0.0], []
     monkeypatch.setattr("minivllm.runtime.model_runner.time", SimpleNamespace(perf_counter=lambda: now[0]))
     config = {"method": Guesses({}, 1.0), "num_speculative_tokens": MOST}
-    with LLM(tiny_model_path("llama"), dtype="float32", num_gpu_blocks=40, speculative_config=config) as llm:
+    options = {"dtype": "float32", "attention_backend": "sdpa", "num_gpu_blocks": 40, "speculative_config": config}
+    with LLM(tiny_model_path("llama"), **options) as llm:
         executor = llm.llm_engine.core.executor
         runner, cost = executor.runner, executor.runner.drafter.length.cost
         forward = runner.model.forward
