@@ -160,7 +160,7 @@ class OffloadingWorker(ConnectorWorker):
     ) -> None:
         super().__init__(config, backend, kv_caches, group)
         count = take_extra(config, num_cpu_blocks=..., eviction_policy="lru")["num_cpu_blocks"] + 1
-        self.held: dict[int, Any] = {}
+        self.held: dict[int, list[Any]] = {}
         self.slots = [self._new_slots(cache, count) for cache in kv_caches]
 
     def _new_slots(self, cache: Tensor, count: int) -> Tensor:
@@ -168,16 +168,16 @@ class OffloadingWorker(ConnectorWorker):
         return torch.zeros(shape, dtype=cache.dtype, pin_memory=cache.is_cuda)
 
     def load(self, loads: Loads, fetched: Any = None) -> set[int]:
-        pairs = [(slot, block) for (slot, key), block in loads if self.held.get(slot) == key]
+        pairs = [(slot, block) for (slot, *name), block in loads if self.held.get(slot) == name]
         for cache, slots in zip(self.kv_caches, self.slots, strict=True):
             self.backend.copy_blocks(slots, cache, pairs)
         return {block for _, block in loads} - {block for _, block in pairs}
 
     def save(self, saves: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
-        pairs = [(block, slot) for block, (slot, _) in saves]
+        pairs = [(block, place[0]) for block, place in saves]
         for cache, slots in zip(self.kv_caches, self.slots, strict=True):
             self.backend.copy_blocks(cache, slots, pairs)
-        self.held |= dict(place for _, place in saves)
+        self.held |= {slot: name for _, (slot, *name) in saves}
 
 
 _HEAD = struct.Struct("<8sQI")

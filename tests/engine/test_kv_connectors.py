@@ -1,5 +1,6 @@
 """Blocks from main memory, files and another engine: the tokens are the same, and a load that fails costs only work."""
 
+import copy
 import gc
 import os
 import shutil
@@ -12,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from chapter import chapter_cells
-from tiny_models import tiny_model_path
+from tiny_models import hf_model, randomise, save_tiny_model, tiny_model_path
 
 from minivllm.core.config import EngineArgs, KVTransferConfig
 from minivllm.core.kv_connector import ARC, LRU, SharedStorageConnector
-from minivllm.engine.core import EngineCore
 from minivllm.engine.llm import LLM
 from minivllm.runtime import kv_connectors
 from minivllm.runtime.kv_connectors import ConnectorWorker, PeerMemoryWorker, SharedStorageWorker, register_kv_connector
@@ -365,21 +365,28 @@ def test_an_abort_while_blocks_come_leaks_nothing(tiny_model_path, want, tmp_pat
     assert tokens(llm, PROMPTS[:1]) == want["llama"][:1]
 
 
-def test_blocks_that_come_while_the_engine_sleeps_are_not_used(tiny_model_path, want, tmp_path, monkeypatch):
+def test_an_engine_does_not_sleep_while_blocks_come(tiny_model_path, want, tmp_path, monkeypatch):
+    """It refuses before it ends a request; later it sleeps, and computes what had come anew."""
     llm, let = slow_consumer(str(tiny_model_path("llama")), tmp_path, monkeypatch)
     engine = llm.llm_engine
-    engine.add_request("0", PROMPTS[0], GREEDY)
-    engine.step()
-    engine.core.sleep(mode="keep")
-    let.set()
-    engine.core.wake_up()
     with engine.record() as trace:
+        engine.add_request("0", PROMPTS[0], GREEDY)
+        engine.step()
+        for mode in ("keep", "abort"):
+            with pytest.raises(RuntimeError, match="still being filled"):
+                engine.core.sleep(mode=mode)
+        assert engine.has_unfinished_requests() and not engine.is_sleeping()
+        let.set()
+        while engine.core.scheduler.is_receiving:
+            engine.step()
+        engine.core.sleep(mode="keep")
+        engine.core.wake_up()
         done = []
         while engine.has_unfinished_requests():
             done += [out for out in engine.step() if out.finished]
     trace.check()
     assert [list(out.outputs[0].token_ids) for out in done] == want["llama"][:1]
-    assert [event.num_computed for event in trace if event.kind == "admit"] == [0]
+    assert [event.num_computed for event in trace if event.kind == "admit"][-1] == 0
     check_at_rest(llm)
 
 
@@ -460,14 +467,17 @@ def test_who_changes_the_cache_waits_for_what_is_sent_but_not_for_ever(sending, 
     core = sending.llm_engine.core
     tokens(sending, PROMPTS[:1])
     assert core.scheduler.is_sending
-    monkeypatch.setattr(EngineCore, "SEND_STEPS", 2)
+    monkeypatch.setattr("minivllm.engine.core.SEND_STEPS", 2)
+    options = {} if call == "reset_prefix_cache" else {"mode": "abort"}
     if call == "reset_prefix_cache":
         assert not core.reset_prefix_cache()
     else:
+        sending.llm_engine.add_request("open", PROMPTS[1], GREEDY)
         with pytest.raises(RuntimeError, match="still being copied"):
-            getattr(core, call)()
+            getattr(core, call)(**options)
+        assert "open" in core.scheduler.requests  # refused before one has ended
     monkeypatch.undo()
-    assert getattr(core, call)() is not False
+    assert getattr(core, call)(**options) is not False
     check_at_rest(sending)
 
 
@@ -496,6 +506,26 @@ def test_the_recipe_over_tcp_forgets_what_its_worker_has_dropped(monkeypatch):
         assert kept == list(worker.kept)
     connector.clear()
     assert connector.place_to_save((0, b"c"))[0].encode() not in worker.kept
+
+
+def test_requests_that_sleep_ends_are_not_sent(tiny_model_path, want, tmp_path, monkeypatch):
+    """Their blocks are void: a connector is not asked whether it wants them."""
+    monkeypatch.setitem(kv_connectors.CONNECTORS, "Sender", Sender)
+    monkeypatch.setitem(kv_connectors._WORKERS, "Sender", SharedStorageWorker)
+    config = transfer("Sender", "kv_producer", shared_storage_path=str(tmp_path))
+    llm = LLM(str(tiny_model_path("llama")), **SIZES, kv_transfer_config=config)
+    engine = llm.llm_engine
+    with engine.record() as trace:
+        for call in (engine.sleep, lambda: engine.load_weights(mode="abort")):
+            engine.add_request("0", PROMPTS[0], GREEDY)
+            engine.step()
+            call()
+            (output,) = engine.step()
+            assert output.outputs[0].finish_reason == "abort"
+            engine.wake_up()
+    trace.check()
+    assert not total(trace, "kv_keep") and not engine.core.scheduler.is_sending
+    assert tokens(llm, PROMPTS[:1]) == want["llama"][:1]
 
 
 def test_a_producer_says_how_many_blocks_it_keeps(tiny_model_path, tmp_path):
@@ -533,3 +563,56 @@ def test_a_producer_goes_on_when_its_folder_refuses(tiny_model_path, want, tmp_p
     assert caplog.text.count("KV blocks are not kept: read-only") > 0 and store.read_bytes() != kept
     assert not set(tmp_path.glob("*/*.0")) - set(files)
     check_at_rest(first)
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory):
+    """Two more checkpoints of the tiny model, and the tokens of an engine made of each."""
+    found = []
+    for seed in (7, 9):
+        folder = save_tiny_model("llama", tmp_path_factory.mktemp("weights") / "model")
+        model = copy.deepcopy(hf_model("llama"))
+        randomise(model, seed=seed)
+        model.save_pretrained(folder)
+        found.append((str(folder), tokens(LLM(str(folder), **SIZES))))
+    assert found[0][1] != found[1][1]
+    return found
+
+
+@pytest.mark.parametrize("load_async", [False, True])
+@pytest.mark.parametrize("name", ["SharedStorageConnector", "PeerMemoryConnector"])
+def test_engines_with_other_weights_share_no_block(tiny_model_path, tmp_path, reloaded, name, load_async):
+    """Two that began with the same weights in one store, in one process, and one that comes after the first has ended."""
+    more = {} if name == "SharedStorageConnector" else {"num_blocks": 60}
+    config = transfer(name, shared_storage_path=str(tmp_path), load_async=load_async, **more)
+    (first_folder, want_first), (second_folder, want_second) = reloaded
+    first, second = (LLM(str(tiny_model_path("llama")), **SIZES, kv_transfer_config=config) for _ in range(2))
+    first.load_weights(first_folder)
+    second.load_weights(second_folder)
+    assert tokens(first) == want_first and tokens(second) == want_second
+    first.load_weights(second_folder)
+    assert tokens(first) == want_second
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2  # of now: no folder is left behind
+    for llm in (first, second):
+        llm.llm_engine.close()
+    del first, second, llm
+    gc.collect()
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_slot_that_was_not_filled_again_keeps_no_block_of_the_old_weights(tiny_model_path, reloaded, monkeypatch):
+    """The first step after new weights fails, so that what it would have kept is not kept."""
+    (folder, want), config = reloaded[0], transfer("OffloadingConnector", num_cpu_blocks=60)
+    llm = LLM(str(tiny_model_path("llama")), **SIZES, kv_transfer_config=config)
+    tokens(llm)
+    llm.load_weights(folder)
+
+    def fail(*_, **__):
+        raise MemoryError("no memory for this step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.llm_engine.core.executor.runner.model, "forward", fail)
+        with pytest.raises(MemoryError):
+            tokens(llm)
+    assert tokens(llm) == want
+    check_at_rest(llm)
