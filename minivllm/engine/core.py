@@ -32,9 +32,7 @@ if TYPE_CHECKING:  # so that the engine core can be used where there is no torch
 
 
 logger = logging.getLogger("minivllm.engine")
-SEND_STEPS = (
-    500  # that `EngineCore.sleep`, `load_weights` and `reset_prefix_cache` wait for blocks to be sent, 10 ms if idle
-)
+SEND_STEPS = 500  # how long `sleep`, `load_weights` and `reset_prefix_cache` wait for sends; an idle step takes 10 ms
 
 
 class EngineCore:
