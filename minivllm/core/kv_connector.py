@@ -112,13 +112,14 @@ class KVConnector(ABC):
             self._starting.add(request.request_id)
 
     def build_connector_meta(
-        self, new_requests: Mapping[str, NewRequestData], unsure: Container[int] = ()
+        self, new_requests: Mapping[str, NewRequestData], unsure: Container[int] = (), sends: Mapping[str, int] = {}
     ) -> KVConnectorMetadata | None:
         """What the workers do in this step; None if it is nothing.
 
         Args:
             new_requests: requests admitted in this step. Loads that were planned for others are dropped.
             unsure: blocks that may turn out to be wrong, which are not saved.
+            sends: see `KVConnectorMetadata`.
         """
         loads, saves, async_loads = list[tuple[tuple[Any, ...], int]](), {}, self._resent
         for request_id, (queried, wanted) in self._admitted.items():
@@ -134,9 +135,9 @@ class KVConnector(ABC):
             if block not in unsure and (place := self.place_to_save(key)) is not None:
                 saves[place[0]] = block, place
         self._new, self._admitted, self._starting, self._resent = {}, {}, set(), {}
-        if not (loads or saves or async_loads):
+        if not (loads or saves or async_loads or sends):
             return None
-        return KVConnectorMetadata(tuple(loads), tuple(saves.values()), self.num_failures, async_loads)
+        return KVConnectorMetadata(tuple(loads), tuple(saves.values()), self.num_failures, async_loads, dict(sends))
 
     def update_connector_output(self, meta: KVConnectorMetadata, invalid_block_ids: set[int]) -> None:
         """Loads of a step have failed."""

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -321,3 +322,30 @@ def test_an_output_of_an_aborted_request_does_not_reach_its_namesake():
     proc._send("outputs", in_columns([EngineCoreOutput("a", [22], FinishReason.LENGTH)]))
     assert [output.new_token_ids for output in client.step()] == [[22]]
     assert client.get_stats() == {"num_requests_running": 1}
+
+
+def test_an_engine_that_only_sends_blocks_fills_no_channel():
+    """It steps until they are sent, and nobody reads what would come of each of these steps."""
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+
+    class Sending(Core):
+        scheduler = SimpleNamespace(requests={}, is_sending=True)
+        left = 50
+
+        def has_requests(self) -> bool:
+            return bool(self.left)
+
+        def step(self) -> list[EngineCoreOutput]:
+            self.left -= 1
+            self.scheduler.is_sending = self.left > 0
+            return []
+
+    proc = object.__new__(EngineCoreProc)
+    proc.channel, proc.core, proc._taken = theirs, cast(Any, Sending()), 0
+    proc._inbox, proc._news = deque(), threading.Condition()
+    served = threading.Thread(target=proc.serve)
+    served.start()
+    assert ours.receive()[:2] == ["outputs", in_columns([])]  # the last, which says that it is at rest
+    proc._put(["stop"])
+    served.join(10)
+    assert not served.is_alive() and not ours.ready()
