@@ -492,8 +492,8 @@ class EngineCore:
         for the new weights.
 
         Args:
-            weights: a model as `EngineArgs.model` names one, a folder of safetensors, pairs of a name in the checkpoint and a tensor,
-                or None for the checkpoint that the engine was made of.
+            weights: a model as `EngineArgs.model` names one, a folder of safetensors, a dict or pairs of a name in the checkpoint and a
+                tensor, or None for the checkpoint that the engine was made of.
             version: a number for them; None for the last one + 1. `RequestOutput.weight_version`, the metrics and traces have it.
             mode: unfinished requests end ("abort"), or go on ("keep"): they keep their tokens, compute their keys and values anew, and
                 choose the next tokens by the new weights.
@@ -507,9 +507,10 @@ class EngineCore:
         """
         if version is not None and (type(version) is not int or version < 0):
             raise ValueError(f"load_weights: version must be a number from 0 on, got {version!r}")
-        if self._remote:
-            from minivllm.runtime.weights import as_path
+        from minivllm.runtime.weights import as_path, check_pairs
 
+        weights = check_pairs(weights)
+        if self._remote:
             with as_path(weights) as path:
                 self._load_weights(path, mode)
         else:

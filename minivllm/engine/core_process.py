@@ -114,7 +114,7 @@ class EngineCoreProc:
             try:
                 self._send("result", getattr(self.core, name)(*arguments))
             except Exception as error:  # noqa: BLE001 - the caller's error, not the engine's
-                self._send("refused", [type(error).__name__, str(error)])
+                self._send("refused", [_kind_of(error), str(error)])
         else:
             raise ValueError(f"a message asks for {kind!r} {what[:1]}, which an engine does not do")
         return []
@@ -139,7 +139,7 @@ def main(file_number: int) -> int:
         if warm:
             warm_up(engine.core.executor, engine.config)
     except Exception as error:  # noqa: BLE001 - said by the one that started us
-        channel.send(["refused", [type(error).__name__, str(error)]])
+        channel.send(["refused", [_kind_of(error), str(error)]])
         return 1
     core = engine.core
     limit = core.scheduler.max_model_len
@@ -149,7 +149,7 @@ def main(file_number: int) -> int:
         EngineCoreProc(channel, core).serve()
     except BaseException as error:
         logger.critical("the engine has failed", exc_info=error)
-        channel.send(["failed", [type(error).__name__, str(error)], {}, 0])
+        channel.send(["failed", [_kind_of(error), str(error)], {}, 0])
         status = 1
     core.shutdown()
     return status
@@ -163,6 +163,12 @@ _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (AdapterError, ValueError, TypeError, NotImplementedError, FileNotFoundError, PermissionError, OSError)
 }
+
+
+def _kind_of(error: BaseException) -> str:
+    """The name of its class, or of a base that callers tell apart."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return next((name for name in names if name in _ERRORS), names[0])
 
 
 def _as_error(kind: str, text: str) -> Exception:

@@ -316,7 +316,7 @@ class LLMEngine:
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See `EngineCore.wake_up`."""
-        self.core.wake_up(tags)
+        self.core.wake_up([tags] if isinstance(tags, str) else tags)
 
     def is_sleeping(self) -> bool:
         """Whether no step can run."""

@@ -7,8 +7,9 @@ import mmap
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,40 @@ def weight_tensors(model: Decoder) -> list[Tensor]:
     return found
 
 
-Weights = str | Path | Iterable[tuple[str, Tensor]] | None
+Weights = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None
 """A model as `EngineArgs.model` names one, a folder of safetensors alone, names and tensors, or None for the engine's own checkpoint."""
+
+
+def check_pairs(weights: Weights) -> str | Path | Iterable[tuple[str, Tensor]] | None:
+    """Weights with names and tensors as pairs, which are checked as they are asked for. Names of models and folders stay as they are.
+
+    Raises:
+        ValueError: no name, no tensor at all, or something else.
+    """
+    if weights == "":
+        raise ValueError("load_weights: the name of the model is empty")
+    if weights is None or isinstance(weights, str | Path):
+        return weights
+    items = weights.items() if isinstance(weights, Mapping) else weights
+    if not isinstance(items, Iterable):
+        raise ValueError(_not_weights(weights))
+    pairs = _checked(items)
+    if (first := next(pairs, None)) is None:
+        raise ValueError("load_weights: there is no tensor in what was given")
+    return chain([first], pairs)
+
+
+def _checked(items: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+    for item in items:
+        name, tensor = item if isinstance(item, tuple | list) and len(item) == 2 else (None, None)
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError(_not_weights(item))
+        yield name, tensor
+
+
+def _not_weights(what: object) -> str:
+    wanted = "the name of a model, a folder, a dict or pairs of names and torch tensors, or None"
+    return f"load_weights takes {wanted}; got {type(what).__name__} {repr(what)[:80]}"
 
 
 def read_weights(model: Decoder, args: EngineArgs, path: str | None) -> Iterable[tuple[str, Any]]:
@@ -132,12 +165,13 @@ def open_weights(model: Decoder, args: EngineArgs, weights: Weights) -> Iterable
     check_loadable(model)
     if weights is None or isinstance(weights, str | Path):
         return read_weights(model, args, None if weights is None else str(weights))
-    return weights
+    return weights.items() if isinstance(weights, Mapping) else weights
 
 
 @contextmanager
 def as_path(weights: Weights) -> Iterator[str | None]:
     """Weights as something that other processes of this machine can read: pairs are written to a file, which is removed at the end."""
+    weights = check_pairs(weights)
     if weights is None or isinstance(weights, str | Path):
         yield None if weights is None else str(weights)
         return

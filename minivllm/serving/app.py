@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Query
+from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import HTMLResponse, Response
 from pydantic import BaseModel, Field
 from starlette.middleware.cors import CORSMiddleware
@@ -43,8 +43,8 @@ from minivllm.viz.assets import document
 from minivllm.viz.dashboard import Dashboard
 
 __all__ = [
-    "UpdateWeights", "create_app", "development_router", "listen", "main", "make_parser", "options_from",
-    "run_server", "server_config",
+    "UpdateWeights", "create_app", "development_router", "listen", "main", "make_parser", "only_query",
+    "options_from", "run_server", "server_config",
 ]  # fmt: skip
 
 logger = logging.getLogger("minivllm.serving")
@@ -229,19 +229,29 @@ class UpdateWeights(BaseModel):
     abort_all_requests: bool = False
 
 
+async def only_query(request: Request, *names: str) -> None:
+    """Raises ApiError for other fields in the query, and for a body: they would be ignored."""
+    if unknown := sorted(set(request.query_params) - set(names)):
+        raise ApiError(400, f"{unknown[0]!r} is unknown; the query may have: {', '.join(names)}", param=unknown[0])
+    if await request.body():
+        raise ApiError(400, f"{request.url.path} takes no body; the query may have: {', '.join(names)}")
+
+
 def development_router(state: ServerState) -> APIRouter:
     """Routes for those who own the machine, as vLLM has them with VLLM_SERVER_DEV_MODE=1: sleep, and other weights."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/sleep")
-    async def sleep(level: int = 1, mode: str = "abort") -> Response:
+    async def sleep(request: Request, level: int = 1, mode: str = "abort") -> Response:
         """Give memory back; requests wait until it is back."""
+        await only_query(request, "level", "mode")
         await done(state.llm.sleep(level, mode))
         return Response()
 
     @router.post("/wake_up")
-    async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
+    async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
         """Take memory back."""
+        await only_query(request, "tags")
         await done(state.llm.wake_up(tags))
         return Response()
 

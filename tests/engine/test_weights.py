@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -124,6 +125,9 @@ def test_what_is_wrong_is_said_before_a_weight_changes_or_no_step_runs(llm, two,
         llm.load_weights(other)
     with pytest.raises(ValueError, match="version must be a number"):
         llm.load_weights(version=-1)
+    for nothing in ({}, [], 5, [1, 2], [("model.norm.weight", "x")], {"model.norm.weight": np.ones(4)}, ""):
+        with pytest.raises(ValueError, match=r"^load_weights.*(takes|no tensor|is empty)"):
+            llm.load_weights(nothing)
     assert tokens(llm) == old and llm.llm_engine.weight_version == 0
     state = load_file(f"{two[1]}/{SINGLE}")
     del state["model.norm.weight"]
@@ -137,8 +141,12 @@ def test_what_is_wrong_is_said_before_a_weight_changes_or_no_step_runs(llm, two,
         llm.llm_engine.step()
     llm.wake_up()
     assert llm.is_sleeping()
-    llm.load_weights()
+    llm.load_weights(load_file(f"{two[0]}/{SINGLE}"))  # a dict
     assert tokens(llm) == old
+    llm.sleep()
+    llm.wake_up("weights")
+    assert llm.llm_engine.core.missing() == {"kv_cache": "wake_up()"}
+    llm.wake_up("kv_cache")
     with pytest.raises(ValueError, match="level must be 1"):
         llm.sleep(3)
     with pytest.raises(ValueError, match="'weights' and 'kv_cache', got 'cache'"):

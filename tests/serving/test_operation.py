@@ -314,7 +314,9 @@ def test_sleep_and_other_weights_in_development_mode(tiny: LiveServer, tiny_args
     with live_server(tiny_args, ServerOptions(served_model_name=["tiny"])) as server:
         ask = {"prompt": "abcd", "max_tokens": 7, "ignore_eos": True, "temperature": 0}
         want = server.post(COMPLETE, ask).json()["choices"][0]["text"]
-        assert server.post("/sleep?level=3").status_code == 400
+        for wrong in ("/sleep?level=3", "/sleep?lvl=2", "/wake_up?tag=weights"):
+            assert server.post(wrong).status_code == 400
+        assert server.post("/sleep", {"level": 2}).status_code == 400
         assert server.post("/sleep?level=2").status_code == 200
         assert server.post("/sleep").status_code == 409 and server.get("/is_sleeping").json() == {"is_sleeping": True}
         found: list[str] = []
