@@ -3,7 +3,6 @@
 # Generated from nbs/models/linear/base.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
-import math
 import mmap
 import os
 import sys
@@ -28,7 +27,6 @@ class LinearMethod(Module):
             None for a tensor that has no such dimension. Fused parts and shards are slices along them.
         weights: what a checkpoint holds of the layer, by suffix; empty once it was processed into something else.
         out_dtype: of the results; None for that of the input.
-        max_rows: more rows than these are never multiplied by a kernel of ours, so that no captured step on a CPU has more.
     """
 
     dims: ClassVar[Mapping[str, tuple[int | None, int | None]]] = {"weight": (0, 1), "bias": (0, None)}
@@ -36,7 +34,6 @@ class LinearMethod(Module):
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
         self.out_dtype: torch.dtype | None = None
-        self.max_rows: float = math.inf
 
     def problem(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str | None:
         """Why this method cannot multiply with a weight [outputs, inputs], or None."""

@@ -151,7 +151,8 @@ class CapturedCPUSteps:
             self.problem, self.refused = capture_problem(self.model), {}
             self._generation, self._bound_to = generation(), []
             if self.problem is None:
-                self._most_rows = min(linear.method.innermost.max_rows for linear in self.model.linears())
+                methods = [linear.method.innermost for linear in self.model.linears()]
+                self._most_rows = min((getattr(m, "max_rows", MOST_ROWS) for m in methods), default=MOST_ROWS)
         if self.problem is not None or not all(_can_replay(plan) for plan in plans):
             return False
         bound_to: list[object] = [torch.get_num_threads()]  # each thread has memory in a program
