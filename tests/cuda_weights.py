@@ -10,6 +10,7 @@ WEIGHTS = {  # bits, inputs, group, dtype of the scales; what else
     "int4 with zero points": (4, 256, 128, torch.float16, "zeros"),
     "int4 in groups of 32": (4, 256, 32, torch.float16, "zeros"),
     "int4 by outputs": (4, 320, 320, torch.float32, ""),
+    "int4 by outputs with zero points": (4, 320, 320, torch.float16, "zeros"),
     "act-order": (4, 128, 32, torch.float16, "order"),
     "int8": (8, 96, 32, torch.float16, ""),
     "fp8 in blocks": (8, 256, 128, torch.float32, "fp8"),

@@ -1083,6 +1083,11 @@ class Scheduler(Recorder):
         """Whether a connector copies blocks of requests that have ended."""
         return not self._kept.keys() <= self._receiving.keys()
 
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a connector fills blocks, be it of requests that have ended."""
+        return bool(self._receiving)
+
     def has_requests(self) -> bool:
         """Whether there is anything left to do: unfinished requests, rows that the runner must still drop, blocks that a connector still fills."""
         return bool(self.requests or self._finished or self._receiving)

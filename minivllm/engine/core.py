@@ -371,8 +371,8 @@ class EngineCore:
         return found
 
     def apply_model(self, function: Function) -> list[Any]:
-        """What a function of the model (a `Decoder`, or a rank's part of it) returns, for each rank. Whoever changes weights by it resets
-        the prefix cache, too.
+        """What a function of the model (a `Decoder`, or a rank's part of it) returns, for each rank.
+        After changing weights with it, call `reset_prefix_cache`.
 
         Raises:
             ValueError: the ranks are other processes, and the function has no name there. What the function raises.
@@ -383,20 +383,37 @@ class EngineCore:
 
         return self.collective_rpc("apply_model", args=(pack_function(function),))
 
-    def _stop_requests(self, mode: str) -> None:
-        """Wait for the steps in flight; "abort" all requests, or "keep" them: they compute all their tokens again. Forget the prefix cache."""
+    def _check_idle(self, mode: str) -> None:
+        """Wait for the steps in flight. Raises what is wrong with the mode, or that a KV connector still reads blocks."""
         if mode not in ("abort", "keep"):
             raise ValueError(f"mode must be 'abort' or 'keep' (what becomes of unfinished requests), got {mode!r}")
         self.drain()
         if self.scheduler.is_sending:
             raise RuntimeError("blocks are still being copied to elsewhere; try again")
+
+    def _stop_requests(self, mode: str) -> None:
+        """ "abort" all requests, or "keep" them: they compute all their tokens again. Forget the prefix cache."""
+        self.reset_prefix_cache(reset_running_requests=True)  # first: a connector would keep blocks of those that end
         if mode == "abort":
             ended = self.abort([*self._compiling.waiting, *self.scheduler.requests])
             self._outputs += [EngineCoreOutput(request_id, [], FinishReason.ABORT) for request_id in ended]
-        self.reset_prefix_cache(reset_running_requests=True)
+
+    def check_sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Raises what `sleep` would, before anything has changed."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep: level must be 1 (weights are kept) or 2 (weights are dropped), got {level!r}")
+        if self.asleep:
+            raise RuntimeError("sleep: the engine sleeps already")
+        self._check_idle(mode)
+        if self.scheduler.is_receiving:
+            raise RuntimeError("sleep: blocks are still being filled by a KV connector; try again")
+        self.collective_rpc("check_sleep", args=(level,))
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give memory back until `wake_up`. Requests that come meanwhile wait; no step runs.
+
+        What stays in memory: draft layers and their cache, adapters, norms, and captured steps (until `wake_up`). If a rank fails,
+        the others wake again; requests have ended, or wait, by then.
 
         Args:
             level: 1: the KV cache is dropped, and the weights of a GPU go to the host's memory. 2: the weights are dropped too, and
@@ -407,15 +424,16 @@ class EngineCore:
             ValueError: another level or mode, or at level 2 a model that can take no other weights. RuntimeError: the engine sleeps
                 already, or a KV connector is still copying blocks.
         """
-        if level not in (1, 2):
-            raise ValueError(f"sleep: level must be 1 (weights are kept) or 2 (weights are dropped), got {level!r}")
-        if self.asleep:
-            raise RuntimeError("sleep: the engine sleeps already")
+        self.check_sleep(level, mode)
         self._stop_requests(mode)
-        if self.scheduler.kv_cache_manager.block_pool.usage:
-            raise RuntimeError("sleep: blocks are still being filled by a KV connector; try again")
-        self.collective_rpc("sleep", args=(level,))
         self._set_asleep({"kv_cache": "wake_up()", "weights": "wake_up()" if level == 1 else "load_weights()"})
+        try:
+            self.collective_rpc("sleep", args=(level,))
+        except BaseException:
+            self.wake_up()
+            if all(self.collective_rpc("has_weights")):
+                self._set_asleep({})
+            raise
 
     def _set_asleep(self, asleep: dict[str, str]) -> None:
         """asleep: what is not there, and the call that brings it. Steps run while that is nothing."""
@@ -425,8 +443,7 @@ class EngineCore:
     def _step_asleep(self) -> list[EngineCoreOutput]:
         """What requests got before. Raises RuntimeError if that is nothing."""
         if not self._outputs:
-            missing = " and ".join(f"{tag} by {call}" for tag, call in self.asleep.items())
-            raise RuntimeError(f"the engine sleeps, and no step can run: it needs {missing}")
+            raise no_step(self.asleep)
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -447,8 +464,20 @@ class EngineCore:
         """Whether memory is missing, so that no step can run."""
         return bool(self.asleep)
 
+    def missing(self) -> dict[str, str]:
+        """What is not there while no step can run, and the call that brings it."""
+        return dict(self.asleep)
+
+    def check_load_weights(self, weights: str | None = None, mode: str = "keep") -> None:
+        """Raises what `load_weights` would, before anything has changed. weights: a model or a folder, or None, as there."""
+        self._check_idle(mode)
+        self.collective_rpc("check_weights", args=(weights,))
+
     def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
         """Change all weights between two steps. Prefix cache, captured steps and what KV connectors keep are void then.
+
+        Adapters stay, and so do the weights of a draft model and of MTP and EAGLE heads: they are not loaded anew, and go on drafting
+        for the new weights.
 
         Args:
             weights: a model as `EngineArgs.model` names one, a folder of safetensors, pairs of a name in the checkpoint and a tensor,
@@ -466,23 +495,28 @@ class EngineCore:
         """
         if version is not None and (type(version) is not int or version < 0):
             raise ValueError(f"load_weights: version must be a number from 0 on, got {version!r}")
-        self._stop_requests(mode)
-        try:
-            if self._remote:
-                from minivllm.runtime.weights import as_path
+        if self._remote:
+            from minivllm.runtime.weights import as_path
 
-                with as_path(weights) as path:
-                    self.collective_rpc("load_weights", args=(path,))
-            else:
-                self.collective_rpc("load_weights", args=(weights,))
-        except BaseException:
-            if not all(self.collective_rpc("has_weights")):
-                self._set_asleep(self.asleep | {"weights": "load_weights()"})
-            raise
+            with as_path(weights) as path:
+                self._load_weights(path, mode)
+        else:
+            self._load_weights(weights, mode)
         self._set_asleep({tag: call for tag, call in self.asleep.items() if tag != "weights"})
         self.weight_version = self.weight_version + 1 if version is None else version
         self._note_weights()
         return self.weight_version
+
+    def _load_weights(self, weights: Weights, mode: str) -> None:
+        self._check_idle(mode)
+        self.collective_rpc("check_weights", args=(weights,))
+        self._stop_requests(mode)
+        try:
+            self.collective_rpc("load_weights", args=(weights,))
+        except BaseException:
+            if not all(self.collective_rpc("has_weights")):
+                self._set_asleep(self.asleep | {"weights": "load_weights()"})
+            raise
 
     def _note_weights(self) -> None:
         if self.scheduler.trace is not None and self.weight_version:
@@ -499,6 +533,12 @@ class EngineCore:
         if self.grammar is not None:
             self.grammar.shutdown()
         self.executor.shutdown()
+
+
+def no_step(missing: Mapping[str, str]) -> RuntimeError:
+    """The error of a step that cannot run. missing: see `EngineCore.missing`."""
+    needs = " and ".join(f"{tag} by {call}" for tag, call in missing.items())
+    return RuntimeError(f"the engine sleeps, and no step can run: it needs {needs}")
 
 
 def on_one_clock(

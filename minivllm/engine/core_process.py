@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 from minivllm.core.clock import WallClock
@@ -19,7 +20,7 @@ from minivllm.core.config import EngineArgs, EngineConfig
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.plugins import load_plugins
 from minivllm.core.request import FinishReason, Request
-from minivllm.engine.core import EngineCore
+from minivllm.engine.core import EngineCore, no_step
 from minivllm.engine.llm_engine import LLMEngine, load_tokenizer, warm_up
 from minivllm.engine.wire import Channel, from_columns, in_columns
 from minivllm.lora.adapter import AdapterError
@@ -35,8 +36,8 @@ __all__ = [
 
 logger = logging.getLogger("minivllm.engine")
 CALLS = (
-    "reset_prefix_cache", "record_to", "is_lora_read", "pin_lora", "unpin_lora", "sleep", "wake_up", "is_sleeping", "load_weights",
-    "collective_rpc",
+    "reset_prefix_cache", "record_to", "is_lora_read", "pin_lora", "unpin_lora", "check_sleep", "sleep", "wake_up", "missing",
+    "check_load_weights", "load_weights", "collective_rpc",
 )  # fmt: skip
 """Methods of EngineCore that the other side may call. Arguments and results must be able to cross (see `engine.wire`)."""
 
@@ -171,6 +172,7 @@ class RemoteCore:
     """What engine cores that are elsewhere have in common. ``grammar``: compiles grammars here, to check them."""
 
     grammar: GrammarCompiler | None = None
+    asleep: Mapping[str, str] = MappingProxyType({})  # see `EngineCore.missing`; of one core
 
     @property
     def scheduler(self) -> Any:
@@ -267,7 +269,13 @@ class EngineCoreClient(RemoteCore):
         return bool(self._arrived) or self.channel.ready()
 
     def step(self) -> list[EngineCoreOutput]:
-        """The outputs of one step of the engine; waits for them. Raises EngineProcessError if the process has ended."""
+        """The outputs of one step of the engine; waits for them.
+
+        Raises:
+            EngineProcessError: the process has ended. RuntimeError: the engine sleeps, and nothing will come.
+        """
+        if self.asleep and not self.has_requests():
+            raise no_step(self.asleep)
         kind, value, _, taken = self._arrived.popleft() if self._arrived else self._receive()
         if kind == "failed":
             raise EngineProcessError(f"{value[0]}: {value[1]}")
@@ -314,26 +322,41 @@ class EngineCoreClient(RemoteCore):
             if message[0] == "failed":
                 raise EngineProcessError(f"{message[1][0]}: {message[1][1]}")
 
+    def _change(self, name: str, *arguments: Any) -> Any:
+        """As `_call`, of a method after which the engine may sleep or not, even if it fails."""
+        try:
+            return self._call(name, *arguments)
+        finally:  # what requests got before comes ahead of this answer
+            self.asleep = self._call("missing")
+
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `EngineCore.reset_prefix_cache`."""
         return bool(self._call("reset_prefix_cache", reset_running_requests))
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """See `EngineCore.sleep`."""
-        self._call("sleep", level, mode)
+        self._change("sleep", level, mode)
+
+    def check_sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """See `EngineCore.check_sleep`."""
+        self._call("check_sleep", level, mode)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See `EngineCore.wake_up`."""
-        self._call("wake_up", None if tags is None else list(tags))
+        self._change("wake_up", None if tags is None else list(tags))
 
     def is_sleeping(self) -> bool:
         """See `EngineCore.is_sleeping`."""
-        return bool(self._call("is_sleeping"))
+        return bool(self.asleep)
 
     def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
         """See `EngineCore.load_weights`. Tensors cross by a file."""
         with as_path(weights) as path:
-            return int(self._call("load_weights", path, version, mode))
+            return int(self._change("load_weights", path, version, mode))
+
+    def check_load_weights(self, weights: str | None = None, mode: str = "keep") -> None:
+        """See `EngineCore.check_load_weights`."""
+        self._call("check_load_weights", weights, mode)
 
     def collective_rpc(
         self,

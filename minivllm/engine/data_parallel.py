@@ -16,6 +16,7 @@ from minivllm.core.output import EngineCoreOutput
 from minivllm.core.ray_cluster import cluster_environment, join_cluster, leave_cluster
 from minivllm.core.request import Request
 from minivllm.core.routing import ROUTERS, PrefixAware, Replica, Router
+from minivllm.engine.core import no_step
 from minivllm.engine.core_process import EngineCoreClient, RemoteCore
 from minivllm.runtime.weights import Weights, as_path
 
@@ -146,9 +147,16 @@ class DataParallelCore(RemoteCore):
         return any(core.has_requests() for core in self.cores)
 
     def step(self) -> list[EngineCoreOutput]:
-        """The outputs that have come; waits for some. Raises EngineProcessError if a replica has ended."""
+        """The outputs that have come; waits for some.
+
+        Raises:
+            EngineProcessError: a replica has ended. RuntimeError: replicas sleep, and no other has requests.
+        """
         ready = [core for core in self.cores if core.has_requests()]
         if not ready:
+            asleep = [core.asleep for core in self.cores if core.asleep]
+            if asleep and not any(r.num_requests and not self.cores[r.index].asleep for r in self.replicas):
+                raise no_step(asleep[0])
             self._poll.select()
             ready = [core for core in self.cores if core.has_requests()]
         outputs = [output for core in ready for output in core.step()]
@@ -158,11 +166,14 @@ class DataParallelCore(RemoteCore):
         return outputs
 
     def get_stats(self) -> dict[str, float]:
-        """See `EngineCore.get_stats`: sums, and for shares and versions the mean, of all replicas."""
+        """See `EngineCore.get_stats`: sums over all replicas, for shares the mean, for the version of the weights the smallest."""
         stats = [core.get_stats() for core in self.cores]
         names = dict.fromkeys(name for one in stats for name in one)
-        count = {name: len(stats) if name.endswith(("_perc", "_version")) else 1 for name in names}
-        return {name: sum(one.get(name, 0) for one in stats) / count[name] for name in names}
+        count = {name: len(stats) if name.endswith("_perc") else 1 for name in names}
+        found = {name: sum(one.get(name, 0) for one in stats) / count[name] for name in names}
+        if "weight_version" in found:
+            found["weight_version"] = min(one.get("weight_version", 0) for one in stats)
+        return found
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `EngineCore.reset_prefix_cache`; whether all did."""
@@ -170,9 +181,21 @@ class DataParallelCore(RemoteCore):
         return all(done)
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """See `EngineCore.sleep`; all replicas do."""
+        """See `EngineCore.sleep`; all replicas do, or none: if one fails, those that sleep already wake up.
+
+        What they dropped at level 2 must be loaded again by `load_weights`, as the engine then says.
+        """
         for core in self.cores:
-            core.sleep(level, mode)
+            core.check_sleep(level, mode)
+        done = []
+        try:
+            for core in self.cores:
+                core.sleep(level, mode)
+                done.append(core)
+        except BaseException:
+            for core in done:
+                core.wake_up()
+            raise
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See `EngineCore.wake_up`; all replicas do."""
@@ -181,12 +204,21 @@ class DataParallelCore(RemoteCore):
 
     def is_sleeping(self) -> bool:
         """Whether one of them sleeps."""
-        return any(core.is_sleeping() for core in self.cores)
+        return any(core.asleep for core in self.cores)
 
     def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
-        """See `EngineCore.load_weights`; one replica after the other."""
+        """See `EngineCore.load_weights`; one replica after the other, when all have said that they can.
+
+        If one fails none the less, those before it have the new weights. `get_stats` has the smallest version, until a call succeeds.
+        """
+        if version is None:
+            version = 1 + int(max(core.get_stats().get("weight_version", 0) for core in self.cores))
         with as_path(weights) as path:
-            return max([core.load_weights(path, version, mode) for core in self.cores])
+            for core in self.cores:
+                core.check_load_weights(path, mode)
+            for core in self.cores:
+                core.load_weights(path, version, mode)
+        return version
 
     def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """See `EngineCore.collective_rpc`; the results of all replicas, one after the other."""

@@ -554,7 +554,7 @@ def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int 
 def read_layer_types(
     r: ConfigReader, every: int, usual: str = "sliding_attention", every_nth: str = "full_attention"
 ) -> list[str]:
-    """`layer_types` of the config; without it the `usual` one, but for each `every`-th layer `every_nth`."""
+    """`layer_types` of the config; without it, `every_nth` for each `every`-th layer and `usual` for the others."""
     given, count = r.get("layer_types"), r.need("num_hidden_layers")
     return given or [usual if (i + 1) % every else every_nth for i in range(count)]
 

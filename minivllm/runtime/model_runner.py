@@ -239,29 +239,56 @@ class ModelRunner:
         assert self.adapters is not None, "enable_lora is off"
         return self.adapters.prefetch(key, path, digest)
 
-    def sleep(self, level: int) -> int:
-        """Give the memory of the KV cache back, and that of the weights: at level 1 a GPU's, which go to the host, at level 2 all,
-        which are dropped. Returns the bytes."""
+    def check_sleep(self, level: int) -> None:
+        """Raises ValueError if the model, or the system, cannot do it."""
         if level == 2:
             check_loadable(self.model)
+        self._parts()
+
+    def _parts(self) -> dict[str, Parked]:
+        caches = [*self.kv_caches, *self.swap_caches]
+        return {"weights": Parked(weight_tensors(self.model)), "kv_cache": Parked(caches)}
+
+    def sleep(self, level: int) -> int:
+        """Give the memory of the KV cache back, and that of the weights: at level 1 a GPU's, which go to the host, at level 2 all,
+        which are dropped. Draft layers and their cache, adapters, norms and captured steps stay.
+
+        Returns:
+            The bytes.
+
+        Raises:
+            ValueError: see `check_sleep`. OSError, RuntimeError: memory that was refused. All that was freed is taken again then, but
+                `has_weights` tells whether weights were lost.
+        """
+        self.check_sleep(level)
+        parked = self._parts()
         self._latest, self._has_weights = None, self._has_weights and level == 1
-        self._parked = {
-            "kv_cache": Parked([*self.kv_caches, *self.swap_caches]),
-            "weights": Parked(weight_tensors(self.model)),
-        }
-        return self._parked["kv_cache"].free() + self._parked["weights"].free(keep=level == 1)
+        try:
+            freed = parked["weights"].free(keep=level == 1) + parked["kv_cache"].free()
+        except BaseException:
+            for each in parked.values():
+                each.restore()
+            self.model.bind(self.config.kv_cache)  # as in `wake_up`
+            raise
+        self._parked = parked
+        return freed
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        """Have memory again: of `weights`, `kv_cache`."""
+        """Have memory again: of `weights`, `kv_cache`. If it is refused, a later call may try again."""
         for tag in tags:
             if tag in self._parked:
-                self._parked.pop(tag).restore()
+                self._parked[tag].restore()
+                del self._parked[tag]
         self.model.bind(
             self.config.kv_cache
         )  # memory of a GPU is elsewhere now: what was captured of it is thrown away
 
+    def check_weights(self, weights: Weights) -> None:
+        """Raises what `load_weights` raises before it changes anything; see `open_weights`."""
+        open_weights(self.model, self.config.args, weights)
+
     def load_weights(self, weights: Weights) -> None:
-        """Fill all weights anew; see `runtime.weights`."""
+        """Fill all weights anew; see `runtime.weights`. Adapters and draft layers (MTP and EAGLE heads, too) stay as they are."""
         tensors = open_weights(self.model, self.config.args, weights)
         self.wake_up(["weights"])
         self._has_weights = False

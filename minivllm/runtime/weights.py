@@ -25,10 +25,10 @@ _MADV_DONTNEED = 4
 
 
 class Parked:
-    """Memory under tensors, which is given back and had again, while the tensors stay.
+    """Memory under tensors, which is released and taken again, while the tensors stay.
 
-    On a CPU addresses stay, and pages are zeros when they are touched again; whole pages alone can be given back. On a GPU the
-    memory is another one afterwards.
+    On a CPU addresses stay, and pages are zeros when they are touched again; whole pages alone can be released. On a GPU the
+    address changes.
 
     Raises:
         ValueError: tensors on a CPU, and the system is not Linux.
@@ -59,9 +59,9 @@ class Parked:
         return freed
 
     def restore(self) -> None:
-        """Have the memory again, on a GPU with what was kept of it, or zeros."""
+        """Take the memory again, on a GPU with what was kept of it, or zeros. What was not freed, or is there again, stays as it is."""
         for address, storage in self._storages.items():
-            if storage.device.type != "cpu":
+            if storage.device.type != "cpu" and not storage.nbytes():
                 storage.resize_(self._sizes[address])
                 kept = self._copies.pop(address, None)
                 _bytes(storage).zero_() if kept is None else _bytes(storage).copy_(kept)

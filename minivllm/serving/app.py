@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import uvicorn
 from fastapi import APIRouter, FastAPI, Query
 from fastapi.responses import HTMLResponse, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.middleware.cors import CORSMiddleware
 
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
@@ -225,7 +225,7 @@ class UpdateWeights(BaseModel):
 
     model_config = {"extra": "forbid"}
     model_path: str
-    weight_version: int | None = None
+    weight_version: int | None = Field(None, ge=0)
     abort_all_requests: bool = False
 
 
@@ -236,12 +236,14 @@ def development_router(state: ServerState) -> APIRouter:
     @router.post("/sleep")
     async def sleep(level: int = 1, mode: str = "abort") -> Response:
         """Give memory back; requests wait until it is back."""
-        return await done(state.llm.sleep(level, mode))
+        await done(state.llm.sleep(level, mode))
+        return Response()
 
     @router.post("/wake_up")
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
         """Take memory back."""
-        return await done(state.llm.wake_up(tags))
+        await done(state.llm.wake_up(tags))
+        return Response()
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
@@ -252,21 +254,18 @@ def development_router(state: ServerState) -> APIRouter:
     async def update_weights(body: UpdateWeights) -> dict[str, Any]:
         """Other weights, from a folder of this machine."""
         mode = "abort" if body.abort_all_requests else "keep"
-        try:
-            version = await state.llm.load_weights(body.model_path, body.weight_version, mode)
-        except (ValueError, OSError) as error:
-            raise ApiError(400, str(error), param="model_path") from error
+        version = await done(state.llm.load_weights(body.model_path, body.weight_version, mode), "model_path")
         return {"success": True, "message": "the weights were changed", "weight_version": version}
 
-    async def done(work: Awaitable[None]) -> Response:
+    async def done(work: Awaitable[Any], param: str | None = None) -> Any:
+        """What it returns. 400 for what was asked wrongly, 409 for what cannot be now."""
         try:
-            await work
-        except ValueError as error:
-            raise ApiError(400, str(error)) from error
+            return await work
+        except (ValueError, OSError) as error:
+            raise ApiError(400, str(error), param=param) from error
         except RuntimeError as error:
             state.llm.check_health()
             raise ApiError(409, str(error)) from error
-        return Response()
 
     return router
 

@@ -14,14 +14,14 @@ from fastapi import FastAPI
 
 from minivllm.core.config import EngineArgs
 from minivllm.core.plugins import load_plugins
-from minivllm.core.ray_cluster import import_ray, is_local_cluster, join_cluster, leave_cluster
+from minivllm.core.ray_cluster import cluster_folder, import_ray, is_local_cluster, join_cluster, leave_cluster
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.runtime.machine import choose_device
 from minivllm.serving.app import create_app
 from minivllm.serving.generation import ServerOptions
 
 logger = logging.getLogger("minivllm.serving")
-_DEPLOYMENT = {"name": "minivllm", "max_ongoing_requests": 10_000}  # the engine has a queue of its own
+_DEPLOYMENT = {"name": "minivllm", "max_ongoing_requests": 10_000}  # the engine has its own queue
 
 
 def _import_serve() -> Any:
@@ -33,13 +33,30 @@ def _import_serve() -> Any:
     return serve
 
 
-def _value(given: Any) -> Any:
-    if isinstance(given, str):
-        try:
-            return json.loads(given)
-        except ValueError:
-            pass
-    return given
+def _name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)
+
+
+_TYPES = {f.name: _name(f.type) for f in (*fields(EngineArgs), *fields(ServerOptions))}
+_TYPES |= {"num_replicas": "int | str", "deployment_config": "dict"}
+
+
+def _value(name: str, given: Any) -> Any:
+    """A text as a value of the field's type. Raises ValueError if it is none."""
+    kinds = {kind.partition("[")[0] for kind in _TYPES.get(name, "str").split(" | ")}
+    if not isinstance(given, str) or kinds <= {"str", "None"}:
+        return None if given == "null" and "None" in kinds else given
+    try:
+        value = json.loads(given)
+    except ValueError:
+        value = given
+    if type(value).__name__.removesuffix("Type") in kinds or ("float" in kinds and type(value) is int):
+        return value
+    if "str" in kinds:
+        return given
+    if "list" in kinds:
+        return [given]
+    raise ValueError(f"{name} must be of type {_TYPES[name]}, got {given!r}")
 
 
 def split_arguments(args: Mapping[str, Any]) -> tuple[EngineArgs, ServerOptions, dict[str, Any]]:
@@ -47,12 +64,12 @@ def split_arguments(args: Mapping[str, Any]) -> tuple[EngineArgs, ServerOptions,
 
     Args:
         args: fields of `EngineArgs` and `ServerOptions`, `num_replicas`, and as `deployment_config` any option of `serve.deployment`.
-            A text that is JSON means its value.
+            A text is read by the type of its field: numbers, switches and tables as JSON, a list as JSON or its only item.
 
     Raises:
         TypeError, ValueError: an unknown name, or what replicas cannot have.
     """
-    given = {name: _value(value) for name, value in args.items()}
+    given = {name: _value(name, value) for name, value in args.items()}
     deployment = _DEPLOYMENT | given.pop("deployment_config", {})
     if "num_replicas" in given:
         deployment["num_replicas"] = given.pop("num_replicas")
@@ -66,7 +83,7 @@ def split_arguments(args: Mapping[str, Any]) -> tuple[EngineArgs, ServerOptions,
     if engine.executor not in ("uni", "mp"):
         raise ValueError(f"the ranks of a replica are processes of its machine, 'uni' or 'mp', not {engine.executor!r}")
     if options.get("trace"):
-        raise ValueError("trace: all replicas would write the same file; record_to of each engine has one of its own")
+        raise ValueError("trace: all replicas would write the same file; use `record_to` on each engine")
     wanted = {"num_gpus": engine.world_size} if choose_device(engine.device) == "cuda" else {}
     deployment["ray_actor_options"] = wanted | deployment.get("ray_actor_options", {})
     return engine, ServerOptions(**options), deployment
@@ -120,8 +137,10 @@ def serving(args: Mapping[str, Any], host: str = "127.0.0.1", port: int = 8000) 
     join_cluster()
     try:
         serve.start(http_options={"host": host, "port": port})
-        serve.run(build(args), name="minivllm", route_prefix="/")
-        yield f"http://{host}:{port}"
+        try:
+            serve.run(build(args), name="minivllm", route_prefix="/")
+            yield f"http://{host}:{port}"
+        finally:  # others may serve on a cluster that was there before
+            serve.shutdown() if cluster_folder() else serve.delete("minivllm")
     finally:
-        serve.shutdown()
         leave_cluster()

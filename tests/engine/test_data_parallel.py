@@ -26,7 +26,7 @@ __all__ = ["tiny_model_path"]
 class FakeCore:
     """A replica whose steps the test makes. What it is asked is in `asked`."""
 
-    config, generation_config = None, {}
+    config, generation_config, asleep = None, {}, {}
 
     def __init__(self, number: int) -> None:
         self.number, self.clock, self.asked, self.ready = number, WallClock(), [], []
@@ -111,6 +111,71 @@ def test_what_concerns_all_reaches_all(front):
         assert ("prefetch_lora", "k", "p", "d") in core.asked and ("reset_prefix_cache", False) in core.asked
         assert ("record_to", f"folder/x-{i}.jsonl") in core.asked
     assert front.get_stats() == {"num_requests_running": 3, "kv_cache_usage_perc": 0.1}
+
+
+class Sleeper(FakeCore):
+    """One that refuses what is in `refused`."""
+
+    refused, version = "", 0
+
+    def get_stats(self) -> dict[str, float]:
+        return {"weight_version": self.version}
+
+    def check_sleep(self, level: int, mode: str) -> None:
+        if self.asleep:
+            raise RuntimeError("sleeps already")
+        if self.refused == "check":
+            raise RuntimeError("still being filled")
+
+    def sleep(self, level: int, mode: str) -> None:
+        self.asked.append("sleep")
+        if self.refused == "sleep":
+            raise OSError("no memory")
+        self.asleep = {"kv_cache": "wake_up()"}
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.asleep = {}
+
+    def check_load_weights(self, weights: str, mode: str) -> None:
+        if self.refused == "check":
+            raise ValueError("another model")
+
+    def load_weights(self, weights: str, version: int | None, mode: str) -> int:
+        if self.refused == "load":
+            raise ValueError("lacks a tensor")
+        self.version = self.version + 1 if version is None else version
+        return self.version
+
+
+def test_all_replicas_sleep_or_none_and_all_have_one_version():
+    front = DataParallelCore([Sleeper(0), Sleeper(1)], LeastLoaded())
+    a, b = front.cores
+    for refused in ("check", "sleep"):
+        b.refused = refused
+        with pytest.raises((RuntimeError, OSError)):
+            front.sleep()
+        assert not front.is_sleeping() and bool(a.asked) == (refused == "sleep")
+    b.refused = "check"
+    with pytest.raises(ValueError, match="another model"):
+        front.load_weights("x")
+    assert (a.version, b.version) == (0, 0)
+    b.refused = "load"
+    with pytest.raises(ValueError, match="lacks a tensor"):
+        front.load_weights("x")
+    assert (a.version, b.version) == (1, 0) and front.get_stats()["weight_version"] == 0
+    b.refused = ""
+    assert front.load_weights("x") == 2 == a.version == b.version == front.get_stats()["weight_version"]
+    front.sleep()
+    with pytest.raises(RuntimeError, match=r"it needs kv_cache by wake_up\(\)"):
+        front.step()
+    with pytest.raises(RuntimeError, match="sleeps already"):
+        front.sleep()
+    front.wake_up()
+    b.sleep(1, "abort")
+    front.add_request(request("a"))
+    a.produce(token("a"))
+    assert [output.request_id for output in front.step()] == ["a"]
+    front.shutdown()
 
 
 def test_a_router_that_names_no_replica_is_told_so(front):

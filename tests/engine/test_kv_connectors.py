@@ -362,21 +362,28 @@ def test_an_abort_while_blocks_come_leaks_nothing(tiny_model_path, want, tmp_pat
     assert tokens(llm, PROMPTS[:1]) == want["llama"][:1]
 
 
-def test_blocks_that_come_while_the_engine_sleeps_are_not_used(tiny_model_path, want, tmp_path, monkeypatch):
+def test_an_engine_does_not_sleep_while_blocks_come(tiny_model_path, want, tmp_path, monkeypatch):
+    """It refuses before it ends a request; later it sleeps, and computes what had come anew."""
     llm, let = slow_consumer(str(tiny_model_path("llama")), tmp_path, monkeypatch)
     engine = llm.llm_engine
-    engine.add_request("0", PROMPTS[0], GREEDY)
-    engine.step()
-    engine.core.sleep(mode="keep")
-    let.set()
-    engine.core.wake_up()
     with engine.record() as trace:
+        engine.add_request("0", PROMPTS[0], GREEDY)
+        engine.step()
+        for mode in ("keep", "abort"):
+            with pytest.raises(RuntimeError, match="still being filled"):
+                engine.core.sleep(mode=mode)
+        assert engine.has_unfinished_requests() and not engine.is_sleeping()
+        let.set()
+        while engine.core.scheduler.is_receiving:
+            engine.step()
+        engine.core.sleep(mode="keep")
+        engine.core.wake_up()
         done = []
         while engine.has_unfinished_requests():
             done += [out for out in engine.step() if out.finished]
     trace.check()
     assert [list(out.outputs[0].token_ids) for out in done] == want["llama"][:1]
-    assert [event.num_computed for event in trace if event.kind == "admit"] == [0]
+    assert [event.num_computed for event in trace if event.kind == "admit"][-1] == 0
     check_at_rest(llm)
 
 
@@ -440,10 +447,33 @@ def test_blocks_of_a_request_that_has_ended_stay_until_they_are_sent(tiny_model_
             assert kept[-1] and pool.num_free == pool.num_blocks - sum(map(len, kept[-1].values()))
             assert all(pool.blocks[block].ref_cnt for block in scheduler.connector.blocks)
     trace.check()
-    with pytest.raises(RuntimeError, match="still being copied"):
-        llm.llm_engine.core.sleep()
+    llm.llm_engine.add_request("open", PROMPTS[0], GREEDY)
+    for call in (llm.llm_engine.sleep, lambda: llm.llm_engine.load_weights(mode="abort")):
+        with pytest.raises(RuntimeError, match="still being copied"):
+            call()
+    assert llm.llm_engine.has_unfinished_requests()  # refused before one has ended
     left = sum(map(len, kept[-1].values()))
     assert total(trace, "kv_release") == total(trace, "kv_keep") - left > left
+
+
+def test_requests_that_sleep_ends_are_not_sent(tiny_model_path, want, tmp_path, monkeypatch):
+    """Their blocks are void: a connector is not asked whether it wants them."""
+    monkeypatch.setitem(kv_connectors.CONNECTORS, "Sender", Sender)
+    monkeypatch.setitem(kv_connectors._WORKERS, "Sender", SharedStorageWorker)
+    config = transfer("Sender", "kv_producer", shared_storage_path=str(tmp_path))
+    llm = LLM(str(tiny_model_path("llama")), **SIZES, kv_transfer_config=config)
+    engine = llm.llm_engine
+    with engine.record() as trace:
+        for call in (engine.sleep, lambda: engine.load_weights(mode="abort")):
+            engine.add_request("0", PROMPTS[0], GREEDY)
+            engine.step()
+            call()
+            (output,) = engine.step()
+            assert output.outputs[0].finish_reason == "abort"
+            engine.wake_up()
+    trace.check()
+    assert not total(trace, "kv_keep") and not engine.core.scheduler.is_sending
+    assert tokens(llm, PROMPTS[:1]) == want["llama"][:1]
 
 
 def test_a_producer_says_how_many_blocks_it_keeps(tiny_model_path, tmp_path):

@@ -83,6 +83,7 @@ KERNELS = {
     "gemv mma, gated": (lambda: gemv.mma_gemv(FP16, 1000, 16, 2, True), 168),
     "quantized gemv mma, int4": (lambda: quantized_gemv("int4", 4096, 128, BF16, 8), 128),
     "quantized gemv mma, int4 by 16": (lambda: quantized_gemv("int4", 12288, 128, FP16, 16, True), 255),
+    "quantized gemv mma, int4 by outputs": (lambda: quantized_gemv("int4", 4096, 4096, FP16, 8, True, 24576), 128),
     "quantized gemv mma, fp8": (lambda: quantized_gemv("fp8", 4096, 128, "float32", 16), 255),
     "quantized gemv mma, int8": (lambda: quantized_gemv("int8", 4096, 4096, "float32", 8), 255),
     "dequantize": (lambda: quantized.dequantize(quantized.Format("int4", BF16, 4096, 32, BF16)), 64),
@@ -102,9 +103,9 @@ def prefill_rungs():
     return chapter_cells("numba_kernels/cuda/prefill", "fma_tiles")
 
 
-def quantized_gemv(kind, features, group, scale, rows, zeros=False):
+def quantized_gemv(kind, features, group, scale, rows, zeros=False, outputs=8192):
     format = quantized.Format(kind, BF16, features, group, scale, zeros)
-    return quantized.quantized_gemv(format, rows, quantized.choose_tiling(format, 8192, rows, 132, (9, 0)))
+    return quantized.quantized_gemv(format, rows, quantized.choose_tiling(format, outputs, rows, 132, (9, 0)))
 
 
 def mma_tiles(shape):

@@ -136,6 +136,9 @@ def unpackable():
     yield GroupedWeight(q, scale / 3, -8 * (scale / 3)), "scales of 16 bits"
     yield ScaledWeight(nan, torch.ones(4, 1), 32), "NaN"
     yield ScaledWeight(q8[:, :100], torch.ones(4, 4), 32), "100 inputs"
+    large, scale = torch.empty(1 << 18, 1 << 15, dtype=FP8, device="meta"), torch.ones(1 << 18, 1, device="meta")
+    yield ScaledWeight(large, scale, 1 << 15), "^a weight of 8589934592 bytes; the kernels take less than 8 GiB$"
+    yield GroupedWeight(large[:-2].view(torch.uint8), scale[:-2]), "8589934592 bytes"  # when it is padded
 
 
 @pytest.mark.parametrize("weight, message", list(unpackable()))

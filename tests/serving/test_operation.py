@@ -20,6 +20,7 @@ import uvicorn
 from live_server import LiveServer, live_server
 
 from minivllm.core.config import EngineArgs
+from minivllm.core.scheduler import Scheduler
 from minivllm.core.trace import Trace
 from minivllm.core.trace_files import TraceWriter
 from minivllm.engine.async_llm import AsyncLLM
@@ -327,3 +328,7 @@ def test_sleep_and_other_weights_in_development_mode(tiny: LiveServer, tiny_args
         assert metric(server, "minivllm:weight_version") == 5
         wrong = server.post("/update_weights_from_disk", {"model_path": "/nowhere"})
         assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "model_path"
+        wrong = server.post("/update_weights_from_disk", body | {"weight_version": -1})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "weight_version"
+        monkeypatch.setattr(Scheduler, "is_sending", True)
+        assert server.post("/update_weights_from_disk", body).status_code == 409

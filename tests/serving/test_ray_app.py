@@ -15,6 +15,7 @@ from ranks import LOOPBACK, listening
 from minivllm.core.ray_cluster import cluster_folder
 from minivllm.engine.llm import LLM
 from minivllm.sampling.params import SamplingParams
+from minivllm.serving import ray_app
 from minivllm.serving.ray_app import serving, split_arguments
 
 
@@ -39,8 +40,54 @@ def test_arguments(monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             split_arguments({"model": "smollm2", "device": "cpu"} | wrong)
+    texts = {"api_key": "12345", "served_model_name": '["1", "2"]', "num_replicas": "auto", "enable_lora": "true"}
+    texts |= {"quantization": "null", "request_timeout": "3", "max_queue": "null", "download_dir": "2024"}
+    engine, options, deployment = split_arguments({"model": "7", "device": "cpu"} | texts)
+    assert (engine.model, engine.enable_lora, engine.quantization, engine.download_dir) == ("7", True, None, "2024")
+    assert (options.api_key, options.served_model_name, options.max_queue) == (["12345"], ["1", "2"], None)
+    assert options.request_timeout == 3 and deployment["num_replicas"] == "auto"
+    for wrong in ({"max_num_seqs": "many"}, {"enable_lora": "1"}, {"dashboard": "yes"}, {"deployment_config": "[]"}):
+        with pytest.raises(ValueError, match="must be of type"):
+            split_arguments({"model": "smollm2", "device": "cpu"} | wrong)
     with pytest.raises(TypeError, match="modle"):
         split_arguments({"modle": "smollm2"})
+
+
+class Serve:
+    """Ray Serve, as far as it is called here. It notes the ends."""
+
+    def __init__(self) -> None:
+        self.ended: list[str] = []
+
+    def start(self, http_options):
+        pass
+
+    def run(self, app, name, route_prefix):
+        if app == "broken":
+            raise RuntimeError("no room")
+
+    def delete(self, name):
+        self.ended.append(name)
+
+    def shutdown(self):
+        self.ended.append("all")
+
+
+@pytest.mark.parametrize(("folder", "ended"), [(None, "minivllm"), ("/tmp/ours", "all")])
+@pytest.mark.parametrize("app", ["whole", "broken"])
+def test_applications_of_others_stay_on_a_cluster_that_was_there(folder, ended, app, monkeypatch):
+    serve, left = Serve(), []
+    for name, value in {
+        "_import_serve": lambda: serve,
+        "join_cluster": lambda: None,
+        "leave_cluster": lambda: left.append(1),
+        "cluster_folder": lambda: folder,
+        "build": lambda args: app,
+    }.items():
+        monkeypatch.setattr(ray_app, name, value)
+    with contextlib.suppress(RuntimeError), serving({}, port=1) as url:
+        assert url == "http://127.0.0.1:1"
+    assert serve.ended == [ended] and left == [1]
 
 
 @pytest.mark.slow

@@ -68,8 +68,9 @@ def through_sequences(step: Callable, ask: Callable = ask_for_nothing) -> Callab
             last = min(first + args[AT_ONCE], args[COUNT]) - 1
             for item in range(first, last + 1):
                 s, part = item // args[PARTS], item % args[PARTS]
-                after = min(item + 1, last)
-                ask(args, after % args[PARTS], read[after // args[PARTS]] * args[STRIDE])
+                following = (item + 1) // args[PARTS]
+                if item < last and read[following] >= 0:
+                    ask(args, (item + 1) % args[PARTS], read[following] * args[STRIDE])
                 source, to, fresh = read[s] * args[STRIDE], write[s] * args[STRIDE], read[s] < 0
                 for t in range(begins[s], begins[s + 1]):
                     step(args, t, part, source, to, fresh)

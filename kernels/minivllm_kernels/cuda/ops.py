@@ -565,7 +565,7 @@ def check_packed(format: Format, words: Tensor, scales: Tensor, outputs: int) ->
     pairs = padded // 2 * (format.features // format.group) * format.scale_words
     for name, x, size in (("words", words, padded * format.features * bits // 32), ("scales", scales, pairs)):
         check(name, x.view(-1), (size,), torch.int32, words.device)
-    if words.numel() >= 1 << 31:
+    if words.nbytes > quantized.MOST_BYTES:
         raise ValueError(f"the kernel takes less than 8 GiB of a weight; got {words.nbytes} bytes")
 
 

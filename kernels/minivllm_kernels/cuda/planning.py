@@ -147,7 +147,8 @@ FIXED_CHUNK = 32  # tiles of a piece in the batch-invariant mode
 def _layout(
     start: bytes, tiles: bytes, heads: int, multiprocessors: int, max_warps: int, batch_invariant: bool
 ) -> DecodePlan:
-    """Work items in whole tiles, SEQ and ROW the number of the sequence: most steps of few sequences find those of the step before.
+    """Work items in whole tiles, SEQ and ROW the number of the sequence. Cached: with few sequences, most steps have the same tiles as the
+    step before.
 
     start, tiles: int64, the first tile of each sequence and how many there are.
     """
@@ -158,6 +159,7 @@ def _layout(
         chunk = np.array(fitting)
     every = np.arange(len(count))
     items, slots = cut(every, every, low * TILE, (low + count) * TILE, chunk)
+    items.setflags(write=False)
     return DecodePlan(items, slots, warps)
 
 

@@ -21,6 +21,8 @@ from minivllm_kernels.cuda.warp import (
 )
 
 KINDS = ("int4", "int8", "fp8")
+MOST_BYTES = (8 << 30) - 4
+"""Of a packed weight: the kernels count its words in an int32."""
 U32 = np.dtype(np.uint32)
 
 
@@ -89,9 +91,9 @@ class Format:
 
 
 _CODES = {"bfloat16": ("bf16", 3, 0x4180), "float16": ("f16", 6, 0x4C00)}
-"""PTX name; the bit of a half where four bits count ones of the number that follows; 16."""
+"""PTX name; the lowest of the four fraction bits that count whole numbers in a half from 16 to 31; the bits of 16."""
 FP8_UP = {"bfloat16": (64, 120), "float16": (0, 8)}
-"""Powers of two: what activations are multiplied by, and what the numbers that the fp8 kernel multiplies are too small by."""
+"""Exponents of two: by which activations are multiplied for fp8, and by which the decoded weights are too small."""
 
 
 def _twice(half: int) -> int:
@@ -227,7 +229,7 @@ class Tiling:
         return f"{self.tiles}x{self.warps}_d{self.depth}_b{self.blocks}"
 
     def grid(self, outputs: int, multiprocessors: int) -> int:
-        """Blocks for a matmul: no more than run at the same time, with as many outputs for each."""
+        """Blocks to launch: at most `blocks` for each multiprocessor; with fewer, one would have more tiles."""
         groups = -(-outputs // (16 * self.tiles))
         return -(-groups // -(-groups // (multiprocessors * self.blocks)))
 
@@ -594,12 +596,17 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
     SLOT, SLOTS, KEPT, SEEN = plan.slot_bytes, DEPTH // UB, 4 * MT, plan.blocks * format.step // 8
     SUMS, LOW = MT * plan.blocks * 4, (MT if format.zeros else 1) * plan.blocks * 4
     FACTORS, RING, SUM = MT * plan.scales * W, plan.ring_bytes, plan.sum_bytes
-    TWICE = plan.buffers == 2
+    TWICE, ZEROS = plan.buffers == 2, format.zeros
     place, begins, advance = _copies(plan)
     prefill, fetch, finish = _prefill(plan, begins, advance), _fetch(plan, 0), _finish(plan)
     multiply, scaled = _multiply(plan)
     step0, step1, step2, step3 = (_step(plan, min(s, UB - 1), begins, advance, multiply) for s in range(4))
     name = f"quantized_gemv_{format.name}_r{rows}_{tiling.name}"
+
+    @device
+    def read_factors(factor, scales, at, g, m):
+        for w in range(W):
+            factor[m * W + w] = scales[((i64(at) + m) * 8 + g) * W + w]
 
     @kernel(SIGNATURE, 32 * WARPS, name, tiling.blocks, plan.shared_bytes)
     def matmul(out, x, weight, scales, count, size, x_s, out_s):
@@ -636,6 +643,9 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
         while tile < tiles:
             for i in range(SUMS):
                 totals[i] = f32(0.0)
+            if ZEROS and not GROUPED:  # the inputs meet the zero points; scales alone can wait, which spares registers
+                for m in range(MT):
+                    read_factors(factor, scales, i32(min(tile * MT, last)), g, m)
             now = first
             while now < UNITS:
                 now = i32(now + WARPS)
@@ -652,8 +662,8 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
             at = i32(min(tile * MT, last))
             if not GROUPED:
                 for m in range(MT):
-                    for w in range(W):
-                        factor[m * W + w] = scales[((i64(at) + m) * 8 + g) * W + w]
+                    if not ZEROS:
+                        read_factors(factor, scales, at, g, m)
                     scaled(totals, acc, low, factor, m * W, m)
                 for i in range(LOW):
                     low[i] = f32(0.0)
@@ -672,12 +682,19 @@ def shared_limit(cc: tuple[int, int]) -> int:
 
 
 def choose_tiling(format: Format, outputs: int, rows: int, multiprocessors: int, cc: tuple[int, int]) -> Tiling:
-    """How a matmul of up to 16 rows is dealt out: the best by measurement on 9.0, if a block's shared memory is enough for it."""
+    """How a matmul of up to 16 rows is dealt out, so that the blocks of a multiprocessor have enough shared memory.
+
+    Where that of 9.0 is enough, it is the best that was measured there.
+    """
     tiles, least = -(-outputs // 32) * 2, Tiling(2, 8, 4, 2)
     best = Tiling(2, 16, 4, 1) if tiles <= 2 * multiprocessors else least
-    if tiles > 4 * multiprocessors and rows <= 8:
-        best = Tiling(3, 8, 4, 2)
-    return best if Plan(format, 8 if rows <= 8 else 16, best).shared_bytes <= shared_limit(cc) else least
+    if tiles > 4 * multiprocessors and rows <= 8 and not (format.zeros and format.groups == 1):
+        best = Tiling(3, 8, 4, 2)  # with zero points for each output it needs too many registers
+    room, reserved = shared_limit(cc) + 1024, 1024  # the hardware keeps so much for itself with each block
+    for tiling in (best, least, Tiling(2, 16, 4, 1)):
+        if tiling.blocks * (Plan(format, 8 if rows <= 8 else 16, tiling).shared_bytes + reserved) <= room:
+            return tiling
+    return Tiling(2, 8, 4, 1)
 
 
 @functools.cache

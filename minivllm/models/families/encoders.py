@@ -103,7 +103,7 @@ def roberta(r: ConfigReader) -> DecoderSpec:
 
 
 def read_modernbert_layers(r: ConfigReader) -> tuple[LayerSpec, ...]:
-    """Layers with a window and its own rotation, and at regular distances one without."""
+    """Layers with a window and its own rotation, and one without at regular intervals."""
     count, every, hidden = r.need("num_hidden_layers"), r.get("global_attn_every_n_layers", 3), r.need("hidden_size")
     heads, bias = r.need("num_attention_heads"), r.get("attention_bias", False)
     longest = r.need("max_position_embeddings")

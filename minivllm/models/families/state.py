@@ -182,7 +182,7 @@ def granitemoehybrid(r: ConfigReader) -> DecoderSpec:
     size = r.get("shared_intermediate_size", 1024)
     mlp = read_mlp(r, intermediate_size=size, gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear")
     block: GatedMLPSpec | MoESpec = mlp
-    r.get("num_experts_per_tok")
+    r.skip("num_experts_per_tok")  # not read without experts
     if r.get("num_local_experts", 8):
         block = read_granite_experts(r, r.get("intermediate_size", 11008), shared=mlp)
     scale = r.get("residual_multiplier", 1.0)

@@ -95,12 +95,16 @@ def cuda_format(weight: QuantizedWeight, dtype: torch.dtype) -> Any:
     Raises:
         ValueError: there is no kernel for it; says why.
     """
-    from minivllm_kernels.cuda.quantized import Format
+    from minivllm_kernels.cuda.quantized import MOST_BYTES, Format
 
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"activations are {str(dtype).removeprefix('torch.')}, not bfloat16 or float16")
     if weight.shape[0] % 2:
         raise ValueError(f"an odd number of outputs, {weight.shape[0]}")
+    if isinstance(weight, GroupedWeight | ScaledWeight):
+        size = -(-weight.shape[0] // TILE) * TILE * weight.q.shape[1]
+        if size > MOST_BYTES:
+            raise ValueError(f"a weight of {size} bytes; the kernels take less than 8 GiB")
     name, zeros = str(dtype).removeprefix("torch."), False
     if isinstance(weight, ScaledWeight):
         if weight.q.dtype == FP8 and bool((weight.q.view(torch.uint8) & 127 == 127).any()):

@@ -75,7 +75,7 @@ class QuantizedWeight(ABC):
 
 
 class RepackedWeight(QuantizedWeight):
-    """A weight in the order of a kernel: `words` and `scales`. It is cut, and read, by way of the weight that it was made of."""
+    """A weight in the order of a kernel: `words` and `scales`. Slices and values are taken from `unpacked()`."""
 
     words: Tensor
     scales: Tensor

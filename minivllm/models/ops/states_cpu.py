@@ -52,7 +52,8 @@ def _launch(which: Kernel, place: tuple[int, int], where: Sequences, parts: int,
     """Launch a recurrence on all parts of all sequences. place: of the states; own: arguments of this kernel."""
     sequences, threads = [x.data_ptr() for x in (where.read, where.write, where.begins)], torch.get_num_threads()
     items = len(where.read) * parts
-    # a core that works on neighbours does not prefetch what another one needs
+    # Neighbouring parts go to one thread: what it prefetches past the end of a part is its own next part. A thread claims eight times,
+    # and four parts at least if there are enough.
     at_once = max(items // (8 * threads), min(items // threads, 4), 1)
     LAUNCHER.run(which, pack(items, *place, *sequences, parts, at_once, *own), threads)
 

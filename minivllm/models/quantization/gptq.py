@@ -28,7 +28,7 @@ class WatchedLinear(LinearMethod):
 
     def create_weights(self, *args: object, **kwargs: object) -> None:
         """See `LinearMethod`. The weights are the inner method's."""
-        raise TypeError("WatchedLinear has no weights")
+        raise TypeError("WatchedLinear creates no weights: it has those of the method that it watches")
 
     def process_weights_after_loading(self) -> None:
         self.inner.process_weights_after_loading()
