@@ -4,8 +4,7 @@
 
 Prints, for each executor and batch size, the median time of a decode step as the engine sees it, and its ratio to that of
 one rank in the engine's own process. `mp` with one rank shows what the way there and back costs, `ray` what that costs through actors (left out where Ray
-is not installed); with two ranks on a CPU,
-what the sums between the matmuls cost; with two stages, what handing hidden states on costs (one batch at a time, so that
+is not installed); with three ranks on a CPU, what the sums between the matmuls cost; with two stages, what handing hidden states on costs (one batch at a time, so that
 nothing overlaps). Last, a decision there and back with nothing to compute.
 """
 
@@ -28,7 +27,7 @@ WAYS = {
     "uni, eager": {"enforce_eager": True},
     "mp, 1 rank": {"distributed_executor_backend": "mp"},
     "ray, 1 rank": {"distributed_executor_backend": "ray"},
-    "mp, 2 ranks": {"tensor_parallel_size": 2},
+    "mp, 3 ranks": {"tensor_parallel_size": 3},  # SmolLM2 has 9 heads
     "mp, 2 stages": {"pipeline_parallel_size": 2},
 }
 PROMPT, BLOCK = 32, 16

@@ -1,6 +1,7 @@
 """A store beside the cache whose blocks come beside the steps, when a test says so, and a runner that knows what is in them."""
 
 import random
+from types import SimpleNamespace
 
 from block_memory import GARBAGE, Memory
 
@@ -9,6 +10,7 @@ from minivllm.core.kv_connector import KVConnector
 from minivllm.core.request import Request
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.trace import Trace
+from minivllm.runtime.kv_connectors import ConnectorWorker
 
 
 class Store(KVConnector):
@@ -40,27 +42,45 @@ class Store(KVConnector):
         return self.keeps(request)
 
 
+class Sender(ConnectorWorker):
+    """Has sent the blocks of a request when `arrives(request id)` says so. `content(request id)`: what is in them."""
+
+    load = save = None  # which no test calls
+
+    def __init__(self, arrives, content):
+        super().__init__(SimpleNamespace(), None, (), None)
+        self.arrives, self.content, self.sending = arrives, content, {}
+
+    def get_finished(self, finished_req_ids, idle=False):
+        for name in self.sends.keys() & set(finished_req_ids):
+            assert name not in self.sending
+            self.sending[name] = self.content(name)
+        done = {name for name in self.sending if self.arrives(name)}
+        for name in done:  # nobody has written into them
+            assert self.content(name) == self.sending.pop(name)
+        return done, set()
+
+
 class RemoteMemory(Memory):
     """Also keeps what is saved, and fills blocks when `arrives(request id)` says so; of those, `spoils()` says which cannot be."""
 
     def __init__(self, scheduler, arrives, spoils=lambda: False) -> None:
         super().__init__(scheduler)
         self.arrives, self.spoils = arrives, spoils
-        self.store, self.pending, self.sending, self.sent = {}, {}, {}, set()
+        self.store, self.pending = {}, {}
+        self.sender = Sender(arrives, lambda name: [self.content(b.block_id) for b in scheduler._kept[name]])
         self.loaded = self.spoilt = 0
         self.brought: set[int] = set()  # blocks that the store has filled, and no step has written since
-        self.brought: set[int] = set()  # blocks that were filled from the store, and not written since
 
     def execute(self, output, fails=False):
-        meta = output.kv_connector_metadata
-        if meta is not None and not (fails and self.spoils()):
+        meta, sent = output.kv_connector_metadata, set()
+        heard = not (fails and self.spoils())
+        if heard:
+            sent, _ = self.sender.end_transfers({} if meta is None else meta.sends, output.finished)
+        if meta is not None and heard:
             assert not meta.loads and not meta.failures
             for name, loads in meta.async_loads.items():
                 self.pending.setdefault(name, loads)
-        self.sent &= set(self.scheduler._kept)
-        for name, blocks in self.scheduler._kept.items():
-            if name not in self.pending and name not in self.scheduler._receiving and name not in self.sent:
-                self.sending.setdefault(name, {block.block_id: self.content(block.block_id) for block in blocks})
         arrived = [name for name in self.pending if self.arrives(name)]
         invalid = {block for name in arrived for block in self.fill(self.pending.pop(name))}
         for name, n in output.num_scheduled_tokens.items():
@@ -70,14 +90,8 @@ class RemoteMemory(Memory):
         result = super().execute(output, fails)
         for block, place in () if meta is None or fails else meta.saves:
             self.store[place[-1]] = self.content(block)
-        if fails:
-            self.sending.clear()
-            self.sent.clear()  # what was told is lost
+        if fails:  # what was told is lost
             return result
-        sent = {name for name in self.sending if self.arrives(name)}
-        for name in sent:  # nobody has written into them
-            assert all(self.content(block) == held for block, held in self.sending.pop(name).items())
-        self.sent |= sent
         result.finished_recving, result.finished_sending, result.invalid_block_ids = set(arrived), sent, invalid
         return result
 
@@ -113,7 +127,7 @@ def remote_trace(seed: int = 0, blocks: int = 30) -> tuple[Trace, list[set[int]]
     for i in range(40):
         tail = [rng.randrange(3) for _ in range(rng.randrange(1, 14))]
         scheduler.add_request(Request(f"r{i}", rng.choice(heads) + tail, max_tokens=rng.randrange(1, 20)))
-    while scheduler.has_requests() or scheduler.remote or scheduler._kept:
+    while scheduler.has_requests():
         if scheduler.step in (30, 70):
             scheduler.finish_requests(list(scheduler.remote)[:1])
         output = scheduler.schedule()

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
+import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -109,13 +112,14 @@ class KVConnector(ABC):
             self._starting.add(request.request_id)
 
     def build_connector_meta(
-        self, new_requests: Mapping[str, NewRequestData], unsure: Container[int] = ()
+        self, new_requests: Mapping[str, NewRequestData], unsure: Container[int] = (), sends: Mapping[str, int] = {}
     ) -> KVConnectorMetadata | None:
         """What the workers do in this step; None if it is nothing.
 
         Args:
             new_requests: requests admitted in this step. Loads that were planned for others are dropped.
             unsure: blocks that may turn out to be wrong, which are not saved.
+            sends: see `KVConnectorMetadata`.
         """
         loads, saves, async_loads = list[tuple[tuple[Any, ...], int]](), {}, self._resent
         for request_id, (queried, wanted) in self._admitted.items():
@@ -131,9 +135,9 @@ class KVConnector(ABC):
             if block not in unsure and (place := self.place_to_save(key)) is not None:
                 saves[place[0]] = block, place
         self._new, self._admitted, self._starting, self._resent = {}, {}, set(), {}
-        if not (loads or saves or async_loads):
+        if not (loads or saves or async_loads or sends):
             return None
-        return KVConnectorMetadata(tuple(loads), tuple(saves.values()), self.num_failures, async_loads)
+        return KVConnectorMetadata(tuple(loads), tuple(saves.values()), self.num_failures, async_loads, dict(sends))
 
     def update_connector_output(self, meta: KVConnectorMetadata, invalid_block_ids: set[int]) -> None:
         """Loads of a step have failed."""
@@ -279,6 +283,7 @@ class OffloadingConnector(KVConnector):
         self.clear()
 
     def clear(self) -> None:
+        self._generation = secrets.token_hex(8)  # of the blocks from now on: slots still hold older ones
         self.policy: OffloadPolicy = self._make(self._count)
         self.slots: dict[Key, int] = {}
         self._free = list(range(self._count, 0, -1))  # slot 0 is a null block, as in the cache
@@ -288,7 +293,7 @@ class OffloadingConnector(KVConnector):
 
     def place_to_load(self, key: Key) -> tuple[Any, ...]:
         self.policy.touch(key)
-        return self.slots[key], key
+        return self.slots[key], self._generation, key
 
     def place_to_save(self, key: Key) -> tuple[Any, ...] | None:
         if key in self.slots:
@@ -297,7 +302,7 @@ class OffloadingConnector(KVConnector):
         slot = self._free.pop() if self._free else self.slots.pop(self.policy.evict())
         self.slots[key] = slot
         self.policy.add(key)
-        return slot, key
+        return slot, self._generation, key
 
     def forget(self, key: Key) -> None:
         if (slot := self.slots.pop(key, None)) is not None:
@@ -319,14 +324,18 @@ class SharedStorageConnector(KVConnector):
         for name in self.extra.keys() - {"shared_storage_path"}:
             if (most := extra[name]) is not None and (type(most) is not int or most < 1):
                 raise ValueError(f"kv_connector_extra_config: {name} must be at least 1, got {most!r}")
-        self._root, self._resets, self._bad = str(extra["shared_storage_path"]), 0, set[Key]()
-        self.clear()
+        self._root, self._bad = str(extra["shared_storage_path"]), set[Key]()
+        self.folder = os.path.join(self._root, namespace)
+        self._remove: Callable[[], Any] = lambda: None
 
     def clear(self) -> None:
-        """Go on in a new folder. Blocks of the old weights stay for other engines; this one no longer reads them."""
-        name = self.namespace if not self._resets else f"{self.namespace}-{os.getpid()}-{self._resets}"
-        self.folder = os.path.join(self._root, name)
-        self._resets += 1
+        """Go on in a new folder, which is removed with this object or by the next call, as no other engine knows its name.
+
+        Blocks of the first weights stay for other engines.
+        """
+        self._remove()
+        self.folder = os.path.join(self._root, f"{self.namespace}-{secrets.token_hex(8)}")
+        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def _path(self, key: Key) -> str:
         return os.path.join(self.folder, f"{key[1].hex()}-{key[0]}")

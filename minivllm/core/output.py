@@ -49,12 +49,15 @@ class KVConnectorMetadata:
         async_loads: by request, copies like `loads` that go on beside the steps; `finished_recving` tells of their end.
         failures: how many steps with failed loads the scheduler has heard of. A worker that knows of more saves nothing: what it has
             computed since may be wrong.
+        sends: requests that have ended and whose blocks stay until `finished_sending` names them, each with the step from which workers
+            know of it. All of them are said in each step, so nothing is lost with a step that fails.
     """
 
     loads: tuple[tuple[tuple[Any, ...], int], ...] = ()
     saves: tuple[tuple[int, tuple[Any, ...]], ...] = ()
     failures: int = 0
     async_loads: dict[str, tuple[tuple[tuple[Any, ...], int], ...]] = field(default_factory=dict)
+    sends: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

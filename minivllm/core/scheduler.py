@@ -124,6 +124,9 @@ class Scheduler(Recorder):
         self._receiving: dict[str, int | str] = {}
         self._unfetchable: set[str] = set()  # requests of which no block came
         self._kept: dict[str, list[KVCacheBlock]] = {}  # of requests that have ended; a connector still copies them
+        self._sends: dict[
+            str, int
+        ] = {}  # those of `_kept` that are copied to elsewhere, and the step from which workers know
         self.adapters = AdapterSlots(config.max_loras)
         self.encoder_cache = EncoderCacheManager(*config.encoder_limits)
         self.step = self.num_preemptions = 0
@@ -738,10 +741,12 @@ class Scheduler(Recorder):
         self._start(request, n, self.kv_cache_manager.get_block_ids(request.request_id), draft)
         return None
 
-    def _end_transfers(self, result: ModelRunnerOutput) -> None:
+    def _end_transfers(self, step: int, result: ModelRunnerOutput) -> None:
         """Note which copies of a connector have ended. Blocks that could not be filled are computed: nothing was computed from them yet."""
-        for request_id in result.finished_sending:
-            self._release(request_id)
+        for request_id in result.finished_sending:  # workers repeat it until they have heard that it arrived
+            if self._sends.get(request_id, step + 1) <= step:
+                del self._sends[request_id]
+                self._release(request_id)
         for request_id in result.finished_recving:
             tokens = self._receiving.pop(request_id)
             if request_id in self._kept:  # it was aborted meanwhile
@@ -965,7 +970,7 @@ class Scheduler(Recorder):
     def _confirm_loads(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Note which adapters, and which blocks, are loaded. An adapter that could not be loses its slot, and its requests fail: what they
         computed is wrong. For blocks see `_end_transfers` and `_recompute`."""
-        self._end_transfers(result)
+        self._end_transfers(output.step, result)
         if result.invalid_block_ids:
             self._recompute(output, result)
         failed = result.failed_loras
@@ -993,7 +998,7 @@ class Scheduler(Recorder):
         kv, loading = self.kv_cache_manager, self.adapters.loading
         names = [r.request_id for r in self.running if r.lora_name in loading] if loading else []
         unsure = {block for name in names for table in kv.get_block_ids(name) for block in table}
-        meta = connector.build_connector_meta(draft.new_requests, unsure)
+        meta = connector.build_connector_meta(draft.new_requests, unsure, self._sends)
         if meta is not None and self.trace is not None:
             owner = {
                 block: name for name, new in draft.new_requests.items() for table in new.block_ids for block in table
@@ -1035,6 +1040,7 @@ class Scheduler(Recorder):
                 blocks = self.kv_cache_manager.get_block_ids(request.request_id)
                 if self.connector.request_finished(request, blocks):
                     self._keep(request)
+                    self._sends[request.request_id] = self.step
         elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id in self._receiving:
             self._receiving[request.request_id] = "abort"
             self._keep(request)  # the connector goes on filling its blocks
@@ -1081,7 +1087,7 @@ class Scheduler(Recorder):
     @property
     def is_sending(self) -> bool:
         """Whether a connector copies blocks of requests that have ended."""
-        return not self._kept.keys() <= self._receiving.keys()
+        return bool(self._sends)
 
     @property
     def is_receiving(self) -> bool:
@@ -1089,8 +1095,8 @@ class Scheduler(Recorder):
         return bool(self._receiving)
 
     def has_requests(self) -> bool:
-        """Whether there is anything left to do: unfinished requests, rows that the runner must still drop, blocks that a connector still fills."""
-        return bool(self.requests or self._finished or self._receiving)
+        """Whether there is anything left to do: unfinished requests, rows that the runner must still drop, blocks that a connector still fills or sends."""
+        return bool(self.requests or self._finished or self._receiving or self._kept)
 
     def abandon(self, outputs: Iterable[SchedulerOutput]) -> None:
         """End the requests of steps that were decided but failed, and forget all cached content.

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # so that the engine core can be used where there is no torch
 
 
 logger = logging.getLogger("minivllm.engine")
+SEND_STEPS = 500  # how long `sleep`, `load_weights` and `reset_prefix_cache` wait for sends; an idle step takes 10 ms
 
 
 class EngineCore:
@@ -353,6 +354,8 @@ class EngineCore:
             False, and nothing has changed, if requests hold blocks and `reset_running_requests` is off.
         """
         self.drain()
+        if not self.scheduler.requests:
+            self._finish_sends()
         done = self.scheduler.reset_prefix_cache(reset_running_requests)
         if self._publisher is not None:
             self._publisher.publish(self._tap.take())
@@ -388,6 +391,7 @@ class EngineCore:
         if mode not in ("abort", "keep"):
             raise ValueError(f"mode must be 'abort' or 'keep' (what becomes of unfinished requests), got {mode!r}")
         self.drain()
+        self._finish_sends()
         if self.scheduler.is_sending:
             raise RuntimeError("blocks are still being copied to elsewhere; try again")
 
@@ -408,6 +412,14 @@ class EngineCore:
         if self.scheduler.is_receiving:
             raise RuntimeError("sleep: blocks are still being filled by a KV connector; try again")
         self.collective_rpc("check_sleep", args=(level,))
+
+    def _finish_sends(self) -> None:
+        """Step until a KV connector has sent the blocks of requests that have ended, `SEND_STEPS` times at most."""
+        for _ in range(SEND_STEPS):
+            if not self.scheduler.is_sending:
+                return
+            self._outputs = self.step()
+            self.drain()
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give memory back until `wake_up`. Requests that come meanwhile wait; no step runs.

@@ -72,15 +72,18 @@ class EngineCoreProc:
 
     def serve(self) -> None:
         """Work until "stop" comes, or the other end of the channel closes. Raises what the core raises."""
+        scheduler = self.core.scheduler
         while True:
             outputs: list[EngineCoreOutput] = []
-            for message in self._take():
+            messages = self._take()
+            for message in messages:
                 if message[0] == "stop":
                     return
                 outputs += self._handle(*message)
             if self.core.has_requests():
                 outputs += self.core.step()
-            self._send("outputs", in_columns(outputs))
+            if outputs or messages or scheduler.requests or not scheduler.is_sending:  # else nobody waits for an answer
+                self._send("outputs", in_columns(outputs))
 
     def _take(self) -> list[list[Any]]:
         """All messages that have come; waits for one if the core has nothing to do."""

@@ -162,7 +162,7 @@ class Transfers(CostModel):
         return self.base.seconds(output, work) + (self.transfer_seconds(loads) if loads else 0.0)
 
     def transfer_seconds(self, num_blocks: int) -> float:
-        """Of one message with so many blocks."""
+        """Seconds of one message with `num_blocks` blocks."""
         return self.link.send(num_blocks * self.block_bytes)
 
     def num_gpu_blocks(self, block_size: int) -> int | None:

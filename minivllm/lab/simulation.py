@@ -177,12 +177,16 @@ class Session:
         return [*(moment for moment, *_ in self._later[:1]), *self._loading.values()]
 
     def _note_loads(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Blocks that come beside the steps take the time that the cost model says (see `lab.parallel.Transfers`), else none."""
+        """Blocks that come beside the steps take the time that the cost model says (see `lab.parallel.Transfers`), else none.
+        Blocks that are sent take none."""
         now, meta = self.clock.now(), output.kv_connector_metadata
         result.finished_recving = {name for name, end in self._loading.items() if end <= now}
         self._loading = {name: end for name, end in self._loading.items() if end > now}
         seconds = getattr(self.cost_model, "transfer_seconds", lambda num_blocks: 0.0)
-        for name, loads in meta.async_loads.items() if meta is not None else ():
+        if meta is None:
+            return
+        result.finished_sending = meta.sends.keys()
+        for name, loads in meta.async_loads.items():
             self._loading[name] = max(now, *self._loading.values(), 0.0) + seconds(len(loads))  # one after the other
 
     def _pipelined(self, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> list[EngineCoreOutput]:

@@ -9,10 +9,11 @@ import os
 import re
 import secrets
 import struct
+import time
 import weakref
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ class ConnectorWorker(ABC):
         backend: that the caches were made with.
         kv_caches: of this rank, one for each place in a group.
         group: the ranks that hold the layers together, or None.
+
+    Attributes:
+        sends: requests that have ended and whose blocks stay until `get_finished` tells that they are copied (see
+            `KVConnectorMetadata.sends`).
     """
 
     def __init__(
@@ -47,6 +52,8 @@ class ConnectorWorker(ABC):
         kv_caches: Sequence[Tensor],
         group: TensorGroup | None,
     ) -> None:
+        self.sends: dict[str, int] = {}
+        self._sent: set[str] = set()
         self.config, self.backend, self.kv_caches, self.group = config, backend, kv_caches, group
         self.rank = 0 if group is None else group.share.rank
         self.failures = 0
@@ -94,12 +101,15 @@ class ConnectorWorker(ABC):
 
         Args:
             finished_req_ids: requests that have ended, for a subclass that copies their blocks (see `KVConnector.request_finished`).
-            idle: there is nothing else to do, so wait for one, for a hundredth of a second.
+            idle: there is nothing else to do, so wait for one, for a hundredth of a second. A subclass that sends blocks calls this
+                method, too, which then waits as long for its sends.
 
         Returns:
             Requests whose blocks have been copied to elsewhere, and those whose blocks are filled; see `get_block_ids_with_load_errors`.
         """
         if not self._pending:
+            if idle and self.sends.keys() - self._sent:
+                time.sleep(0.01)
             return set(), set()
         if idle:
             wait([future for _, future in self._pending.values()], 0.01, FIRST_COMPLETED)
@@ -122,6 +132,21 @@ class ConnectorWorker(ABC):
         invalid, self._invalid = self._invalid, set()
         return invalid
 
+    def end_transfers(
+        self, sends: Mapping[str, int], finished_req_ids: Collection[str], idle: bool = False
+    ) -> tuple[set[str], set[str]]:
+        """As `get_finished`, but tells of a send in each step until `sends` no longer has it: the result of a step can be lost.
+
+        A request that `sends` has and whose end was told in a step that failed counts as ended now.
+        """
+        if not (sends or self.sends):
+            return self.get_finished(finished_req_ids, idle)
+        known = {name for name, step in sends.items() if self.sends.get(name) == step}
+        self.sends, self._sent = dict(sends), self._sent & known
+        sent, received = self.get_finished({*finished_req_ids, *(sends.keys() - known)}, idle)
+        self._sent |= sent
+        return self._sent & sends.keys(), received
+
 
 class OffloadingWorker(ConnectorWorker):
     """Blocks in main memory, pinned if the caches are on a GPU; see `OffloadingConnector`."""
@@ -135,7 +160,7 @@ class OffloadingWorker(ConnectorWorker):
     ) -> None:
         super().__init__(config, backend, kv_caches, group)
         count = take_extra(config, num_cpu_blocks=..., eviction_policy="lru")["num_cpu_blocks"] + 1
-        self.held: dict[int, Any] = {}
+        self.held: dict[int, list[Any]] = {}
         self.slots = [self._new_slots(cache, count) for cache in kv_caches]
 
     def _new_slots(self, cache: Tensor, count: int) -> Tensor:
@@ -143,16 +168,16 @@ class OffloadingWorker(ConnectorWorker):
         return torch.zeros(shape, dtype=cache.dtype, pin_memory=cache.is_cuda)
 
     def load(self, loads: Loads, fetched: Any = None) -> set[int]:
-        pairs = [(slot, block) for (slot, key), block in loads if self.held.get(slot) == key]
+        pairs = [(slot, block) for (slot, *name), block in loads if self.held.get(slot) == name]
         for cache, slots in zip(self.kv_caches, self.slots, strict=True):
             self.backend.copy_blocks(slots, cache, pairs)
         return {block for _, block in loads} - {block for _, block in pairs}
 
     def save(self, saves: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
-        pairs = [(block, slot) for block, (slot, _) in saves]
+        pairs = [(block, place[0]) for block, place in saves]
         for cache, slots in zip(self.kv_caches, self.slots, strict=True):
             self.backend.copy_blocks(cache, slots, pairs)
-        self.held |= dict(place for _, place in saves)
+        self.held |= {slot: name for _, (slot, *name) in saves}
 
 
 _HEAD = struct.Struct("<8sQI")

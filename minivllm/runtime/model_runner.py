@@ -19,7 +19,7 @@ from minivllm.attention.state import LayerCacheSpec, MambaSpec, cache_layout
 from minivllm.attention.step_buffer import BufferFull, StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.module import capture_problem, generation
-from minivllm.core.output import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from minivllm.core.output import KVConnectorMetadata, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from minivllm.core.speculative import SpeculativeConfig
 from minivllm.lora.adapter import AdapterError
 from minivllm.lora.store import AdapterStore
@@ -314,11 +314,11 @@ class ModelRunner:
 
         With `future` the next may be launched before the result of this one is asked for.
         """
-        pending = PendingStep(self, output)
+        clock = None if self.drafter is None else StepClock(self.device)
+        pending, transfers = PendingStep(self, output, clock), output.kv_connector_metadata
         self._update_rows(output, pending.output)
         if output.swap_out or output.swap_in:
             self._swap_blocks(output)
-        transfers = output.kv_connector_metadata
         if self.connector is not None:
             self._load_blocks(self.connector, output, pending.output)
         if output.scheduled_encoder_inputs or output.free_encoder_mm_hashes:
@@ -363,16 +363,24 @@ class ModelRunner:
             pending.verified = self._verify(step, chosen, sampled, drafts)
         elif len(chosen):
             self._sample(step, chosen, sampled, rows, pending)
-        if transfers is not None and self.connector is not None and not pending.output.failed_loras:
-            self.connector.wait_for_save(transfers)
+        if transfers is not None or clock is not None:
+            self._end_launch(pending, transfers)
         self._latest = pending
         return pending
+
+    def _end_launch(self, pending: "PendingStep", transfers: KVConnectorMetadata | None) -> None:
+        """The layers have run, and the tokens are chosen."""
+        if transfers is not None and self.connector is not None and not pending.output.failed_loras:
+            self.connector.wait_for_save(transfers)
+        if pending.clock is not None:
+            pending.clock.stop()
 
     def _load_blocks(self, connector: ConnectorWorker, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         if (transfers := output.kv_connector_metadata) is not None:
             result.invalid_block_ids = connector.start_load_kv(transfers)
         idle = not output.total_num_scheduled_tokens
-        result.finished_sending, result.finished_recving = connector.get_finished(output.finished, idle)
+        sends = {} if transfers is None else transfers.sends
+        result.finished_sending, result.finished_recving = connector.end_transfers(sends, output.finished, idle)
         result.invalid_block_ids |= connector.get_block_ids_with_load_errors()
 
     def learn(self, tokens: Mapping[str, list[int]]) -> None:
@@ -536,7 +544,8 @@ class ModelRunner:
         return Draft(token_ids) if self.drafter is None else self.drafter.scheduled(request_id, token_ids)
 
     def _propose(self, drafter: Drafter, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
-        """Add draft tokens for the requests that will go on after this step. seconds: what it took."""
+        """Add draft tokens for the requests that will go on after this step. seconds: what it took,
+        without what the caller did between its launch and its result."""
         sampled, scheduled = result.sampled_token_ids, output.scheduled_spec_decode_tokens
         drafts = {name: len(scheduled.get(name, ())) for name in sampled}
         only = output.total_num_scheduled_tokens == len(sampled) + sum(drafts.values())
@@ -664,13 +673,40 @@ class ModelRunner:
         return reports
 
 
+class StepClock:
+    """Seconds from here to where a device has done what it was given before `stop`, whatever the host does meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._start = time.perf_counter()
+        self._end: float | None = None
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        if self._events:
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """The device was given all of its work. A CPU has done it."""
+        self._end = time.perf_counter()
+        if self._events:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """Waits for the device. 0.0 for a step with no layers, which has not called `stop`."""
+        if self._end is None:
+            return 0.0
+        if not self._events:
+            return self._end - self._start
+        start, end = self._events
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+
+
 @dataclass(slots=True)
 class PendingStep:
     """A step that the device has executed or will, and the tokens that the host does not know yet.
 
     Attributes:
         decision: what is executed; None when its drafts were asked for.
-        start: when it began.
+        clock: how long the device takes; None without a drafter.
         output: what is known of the result.
         drawn: the tokens, or None if there are none or they have been taken.
         verified: waits for the tokens of a step with drafts, and puts them into a result; None as `drawn`.
@@ -681,7 +717,7 @@ class PendingStep:
 
     runner: ModelRunner
     decision: SchedulerOutput | None
-    start: float = field(default_factory=time.perf_counter)
+    clock: StepClock | None = None
     output: ModelRunnerOutput = field(default_factory=ModelRunnerOutput)
     drawn: PendingSample | None = None
     verified: Callable[[ModelRunnerOutput], None] | None = None
@@ -692,6 +728,8 @@ class PendingStep:
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the tokens, put them into their rows, and ask for the next drafts."""
+        seconds = 0.0 if self.clock is None or self.decision is None else self.clock.seconds()
+        start = time.perf_counter()
         if self.loads:
             self.output.expert_loads = tuple((layer, tuple(counts.tolist())) for layer, counts in self.loads)
             self.loads = ()
@@ -703,7 +741,7 @@ class PendingStep:
             self._take(drawn)
         if (decision := self.decision) is not None and (drafter := self.runner.drafter) is not None:
             self.decision = None
-            self.runner._propose(drafter, decision, self.output, time.perf_counter() - self.start)
+            self.runner._propose(drafter, decision, self.output, seconds + time.perf_counter() - start)
         return self.output
 
     def _take(self, drawn: SamplerOutput) -> None:

@@ -8,6 +8,7 @@ from remote_store import RemoteMemory, Store
 
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.events import Fold
+from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request, RequestStatus
 from minivllm.core.scheduler import Scheduler
 from minivllm.core.trace import Trace, TraceError, find_fault
@@ -27,9 +28,6 @@ class RemoteWorkload(Workload):
         self.trace = self.scheduler.record()
         self.fold, self.done = Fold(self.trace.start), 0
         return RemoteMemory(self.scheduler, lambda name: rng.random() < quick, lambda: rng.random() < bad)
-
-    def is_busy(self):
-        return super().is_busy() or self.scheduler._kept
 
     def step(self):
         super().step()
@@ -64,7 +62,7 @@ def run(seed: int) -> RemoteWorkload:
     return workload
 
 
-def test_a_hundred_random_workloads():
+def test_many_random_workloads():
     runs = [run(seed) for seed in range(150)]
     kinds = [event[0] for w in runs for event in w.trace.events]
     assert all(kinds.count(kind) > 20 for kind in ("kv_wait", "kv_arrive", "kv_keep", "kv_release", "preempt"))
@@ -184,3 +182,57 @@ def test_one_that_has_not_started_loses_its_blocks_before_one_that_runs():
     trace.check()
     lost = [event for event in trace if event.kind == "preempt"]
     assert [(event.request, event.needed_by) for event in lost] == [("0", "long")]
+
+
+def sender() -> tuple[Scheduler, RemoteMemory, set[str]]:
+    """An engine that keeps the blocks of each request that ends until it is in the set, and one that has just ended."""
+    arrived: set[str] = set()
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=40, max_model_len=40),
+        CacheConfig(block_size=4, num_gpu_blocks=30),
+        connector=Store(keeps=lambda request: True),
+    )
+    memory = RemoteMemory(scheduler, arrived.__contains__)
+    scheduler.add_request(Request("0", list(range(10)), max_tokens=1))
+    step(scheduler, memory)
+    assert not scheduler.requests
+    return scheduler, memory, arrived
+
+
+def test_an_engine_whose_blocks_are_being_sent_has_something_to_do():
+    scheduler, memory, arrived = sender()
+    pool = scheduler.kv_cache_manager.block_pool
+    for _ in range(3):
+        assert scheduler.has_requests() and scheduler.is_sending and pool.num_free < pool.num_blocks
+        step(scheduler, memory)
+    arrived.add("0")
+    step(scheduler, memory)
+    assert pool.num_free == pool.num_blocks and scheduler.reset_prefix_cache()
+    assert not scheduler.has_requests() and not scheduler.is_sending
+
+
+@pytest.mark.parametrize("lost", ["the end of the request", "that it was sent"])
+def test_a_step_that_fails_loses_no_send(lost):
+    scheduler, memory, arrived = sender()
+    memory.spoils = lambda: lost == "the end of the request"
+    arrived.add("0")
+    output = scheduler.schedule()
+    assert output.finished == ("0",)
+    memory.execute(output, fails=True)
+    scheduler.abandon([output])
+    assert scheduler.is_sending
+    step(scheduler, memory)
+    assert not scheduler.has_requests()
+
+
+def test_what_is_told_of_an_earlier_request_does_not_release_its_namesake():
+    scheduler, *_ = sender()
+    early = scheduler.schedule()
+    late = scheduler.schedule()
+    scheduler.update_from_output(early, ModelRunnerOutput({}, finished_sending={"0"}))
+    assert not scheduler.is_sending
+    scheduler.add_request(Request("0", [5] * 9, max_tokens=9))
+    scheduler.schedule()
+    scheduler.finish_requests(["0"])
+    scheduler.update_from_output(late, ModelRunnerOutput({}, finished_sending={"0"}))  # said again: it has not heard
+    assert scheduler.is_sending

@@ -1,16 +1,19 @@
 """An engine in a separate process: what crosses, and what happens when one side ends."""
 
 import asyncio
+import contextlib
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -23,6 +26,7 @@ from minivllm.core.request import FinishReason, Request
 from minivllm.core.trace import Trace
 from minivllm.engine.async_llm import EngineDeadError
 from minivllm.engine.core_process import EngineCoreClient, EngineCoreProc
+from minivllm.engine.llm_engine import LLMEngine
 from minivllm.engine.wire import Channel, from_columns, in_columns, pack, unpack
 from minivllm.sampling.logprobs import Logprob
 from minivllm.sampling.params import RequestOutputKind
@@ -248,11 +252,55 @@ class Core:
         return {"num_requests_running": len(self.requests)}
 
 
+def client_of(channel: Channel) -> EngineCoreClient:
+    """A client without a process."""
+    client = object.__new__(EngineCoreClient)
+    client.channel, client._sent, client._born, client._stats, client._max_model_len = channel, 0, {}, {}, 100
+    client._arrived = deque()
+    return client
+
+
+def test_a_client_of_an_engine_that_sleeps_does_not_wait_for_a_step(args: EngineArgs, monkeypatch: Any):
+    """It raises as an engine here does, after the outputs of requests that have ended."""
+
+    def listen(proc: EngineCoreProc) -> None:  # the real one ends its process
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                proc._put(proc.channel.receive())
+
+    monkeypatch.setattr(EngineCoreProc, "_listen", listen)
+    ours, theirs = socket.socketpair()
+    ours.settimeout(20)
+    client, engine = client_of(Channel(ours)), LLMEngine.from_engine_args(args)
+    thread = threading.Thread(target=EngineCoreProc(Channel(theirs), engine.core).serve)
+    thread.start()
+    params = SamplingParams(temperature=0, seed=1)
+    try:
+        client.add_request(Request("a", [5, 6], max_tokens=60, sampling_params=params))
+        client.sleep()
+        with pytest.raises(RuntimeError, match="sleeps already"):
+            client.sleep()
+        outputs: list[EngineCoreOutput] = []
+        with pytest.raises(RuntimeError, match=r"it needs kv_cache by wake_up\(\) and weights by wake_up\(\)"):
+            while True:
+                outputs += client.step()
+        assert outputs[-1].finish_reason is FinishReason.ABORT and client.is_sleeping()
+        client.add_request(Request("b", [5, 6], max_tokens=2, sampling_params=params))
+        client.wake_up()
+        while not (outputs and outputs[-1].request_id == "b" and outputs[-1].finish_reason):
+            outputs += client.step()
+        with pytest.raises(ValueError, match="version must be"):
+            client.load_weights(version=-1)
+        assert client.load_weights() == 1 and not client.is_sleeping()
+    finally:
+        client._send("stop")
+        thread.join(10)
+        engine.close()
+
+
 def test_an_output_of_an_aborted_request_does_not_reach_its_namesake():
     ours, theirs = (Channel(end) for end in socket.socketpair())
-    client = object.__new__(EngineCoreClient)
-    client.channel, client._sent, client._born, client._stats, client._max_model_len = ours, 0, {}, {}, 100
-    client._arrived = deque()
+    client = client_of(ours)
     core: Any = Core()
     proc = object.__new__(EngineCoreProc)
     proc.channel, proc.core, proc._taken = theirs, core, 0
@@ -274,3 +322,30 @@ def test_an_output_of_an_aborted_request_does_not_reach_its_namesake():
     proc._send("outputs", in_columns([EngineCoreOutput("a", [22], FinishReason.LENGTH)]))
     assert [output.new_token_ids for output in client.step()] == [[22]]
     assert client.get_stats() == {"num_requests_running": 1}
+
+
+def test_an_engine_that_only_sends_blocks_fills_no_channel():
+    """It steps until they are sent, and nobody reads what would come of each of these steps."""
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+
+    class Sending(Core):
+        scheduler = SimpleNamespace(requests={}, is_sending=True)
+        left = 50
+
+        def has_requests(self) -> bool:
+            return bool(self.left)
+
+        def step(self) -> list[EngineCoreOutput]:
+            self.left -= 1
+            self.scheduler.is_sending = self.left > 0
+            return []
+
+    proc = object.__new__(EngineCoreProc)
+    proc.channel, proc.core, proc._taken = theirs, cast(Any, Sending()), 0
+    proc._inbox, proc._news = deque(), threading.Condition()
+    served = threading.Thread(target=proc.serve)
+    served.start()
+    assert ours.receive()[:2] == ["outputs", in_columns([])]  # the last, which says that it is at rest
+    proc._put(["stop"])
+    served.join(10)
+    assert not served.is_alive() and not ours.ready()

@@ -1,5 +1,6 @@
 """Blocks from main memory, files and another engine: the tokens are the same, and a load that fails costs only work."""
 
+import copy
 import gc
 import os
 import shutil
@@ -10,13 +11,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny_model_path
+import torch
+from chapter import chapter_cells
+from tiny_models import hf_model, randomise, save_tiny_model, tiny_model_path
 
-from minivllm.core.config import EngineArgs
+from minivllm.core.config import EngineArgs, KVTransferConfig
 from minivllm.core.kv_connector import ARC, LRU, SharedStorageConnector
 from minivllm.engine.llm import LLM
 from minivllm.runtime import kv_connectors
-from minivllm.runtime.kv_connectors import PeerMemoryWorker, SharedStorageWorker, register_kv_connector
+from minivllm.runtime.kv_connectors import ConnectorWorker, PeerMemoryWorker, SharedStorageWorker, register_kv_connector
 from minivllm.sampling.params import SamplingParams
 
 __all__ = ["tiny_model_path"]
@@ -429,31 +432,80 @@ class SendingWorker(SharedStorageWorker):
     def get_finished(self, finished_req_ids, idle=False):
         self.sending = {name: left - 1 for name, left in getattr(self, "sending", {}).items()}
         sent = {name for name, left in self.sending.items() if not left}
-        self.sending = {name: left for name, left in self.sending.items() if left} | dict.fromkeys(finished_req_ids, 3)
+        self.sending = {name: left for name, left in self.sending.items() if left} | dict.fromkeys(
+            self.sends.keys() & set(finished_req_ids), 3
+        )
         return sent, super().get_finished(finished_req_ids, idle)[1]
 
 
-def test_blocks_of_a_request_that_has_ended_stay_until_they_are_sent(tiny_model_path, want, tmp_path, monkeypatch):
+@pytest.fixture
+def sending(tiny_model_path, tmp_path, monkeypatch):
     monkeypatch.setitem(kv_connectors.CONNECTORS, "Sender", Sender)
     monkeypatch.setitem(kv_connectors._WORKERS, "Sender", SendingWorker)
     config = transfer("Sender", "kv_producer", shared_storage_path=str(tmp_path))
-    llm = LLM(str(tiny_model_path("llama")), **SMALL, kv_transfer_config=config)
-    scheduler = llm.llm_engine.core.scheduler
+    return LLM(str(tiny_model_path("llama")), **SMALL, kv_transfer_config=config)
+
+
+def test_blocks_of_a_request_that_has_ended_stay_until_they_are_sent(sending, want):
+    scheduler, core = sending.llm_engine.core.scheduler, sending.llm_engine.core
     pool, kept = scheduler.kv_cache_manager.block_pool, []
-    with llm.llm_engine.record() as trace:
+    with sending.llm_engine.record() as trace:
         for _ in range(2):
-            assert tokens(llm) == want["llama"]
+            assert tokens(sending) == want["llama"]
             kept.append(scheduler.state().kept)
             assert kept[-1] and pool.num_free == pool.num_blocks - sum(map(len, kept[-1].values()))
             assert all(pool.blocks[block].ref_cnt for block in scheduler.connector.blocks)
+        assert total(trace, "kv_release") == total(trace, "kv_keep") - sum(map(len, kept[-1].values())) > 0
+        while core.has_requests():  # as an engine's loop does
+            core.step()
     trace.check()
-    llm.llm_engine.add_request("open", PROMPTS[0], GREEDY)
-    for call in (llm.llm_engine.sleep, lambda: llm.llm_engine.load_weights(mode="abort")):
+    check_at_rest(sending)
+
+
+@pytest.mark.parametrize("call", ["sleep", "load_weights", "reset_prefix_cache"])
+def test_who_changes_the_cache_waits_for_what_is_sent_but_not_for_ever(sending, monkeypatch, call):
+    core = sending.llm_engine.core
+    tokens(sending, PROMPTS[:1])
+    assert core.scheduler.is_sending
+    monkeypatch.setattr("minivllm.engine.core.SEND_STEPS", 2)
+    options = {} if call == "reset_prefix_cache" else {"mode": "abort"}
+    if call == "reset_prefix_cache":
+        assert not core.reset_prefix_cache()
+    else:
+        sending.llm_engine.add_request("open", PROMPTS[1], GREEDY)
         with pytest.raises(RuntimeError, match="still being copied"):
-            call()
-    assert llm.llm_engine.has_unfinished_requests()  # refused before one has ended
-    left = sum(map(len, kept[-1].values()))
-    assert total(trace, "kv_release") == total(trace, "kv_keep") - left > left
+            getattr(core, call)(**options)
+        assert "open" in core.scheduler.requests  # refused before one has ended
+    monkeypatch.undo()
+    assert getattr(core, call)(**options) is not False
+    check_at_rest(sending)
+
+
+def test_an_idle_engine_does_not_spin_while_blocks_are_sent(monkeypatch):
+    class Worker(ConnectorWorker):
+        load = save = None
+
+    worker, waits = Worker(None, None, (), None), []
+    monkeypatch.setattr(kv_connectors.time, "sleep", waits.append)
+    for sends, idle in (({}, True), ({"0": 3}, False), ({"0": 3}, True), ({}, True)):
+        assert worker.end_transfers(sends, (), idle) == (set(), set())
+    assert waits == [0.01]
+
+
+def test_the_recipe_over_tcp_forgets_what_its_worker_has_dropped(monkeypatch):
+    monkeypatch.setattr(kv_connectors, "CONNECTORS", {})
+    monkeypatch.setattr(kv_connectors, "_WORKERS", {})
+    recipe = chapter_cells("recipes/kv_over_tcp", "tcp-connector", "tcp-worker")
+    config = KVTransferConfig(**transfer("TCPConnector", "kv_consumer", address="", num_blocks=3))  # it binds no socket
+    connector = recipe.TCPConnector(config, 4, 1, "model")
+    worker = recipe.TCPWorker(config, None, [torch.arange(24.0).view(2, 3, 4)], None)
+    for name in b"abcadaebcc":
+        if (place := connector.place_to_save((0, bytes([name])))) is not None:
+            worker.save([(1, place)])
+        kept = [connector.place_to_load(key)[0].encode() for key in connector.sent]
+        assert kept == list(worker.kept)
+    connector.clear()
+    assert connector.place_to_save((0, b"c"))[0].encode() not in worker.kept
 
 
 def test_requests_that_sleep_ends_are_not_sent(tiny_model_path, want, tmp_path, monkeypatch):
@@ -511,3 +563,56 @@ def test_a_producer_goes_on_when_its_folder_refuses(tiny_model_path, want, tmp_p
     assert caplog.text.count("KV blocks are not kept: read-only") > 0 and store.read_bytes() != kept
     assert not set(tmp_path.glob("*/*.0")) - set(files)
     check_at_rest(first)
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory):
+    """Two more checkpoints of the tiny model, and the tokens of an engine made of each."""
+    found = []
+    for seed in (7, 9):
+        folder = save_tiny_model("llama", tmp_path_factory.mktemp("weights") / "model")
+        model = copy.deepcopy(hf_model("llama"))
+        randomise(model, seed=seed)
+        model.save_pretrained(folder)
+        found.append((str(folder), tokens(LLM(str(folder), **SIZES))))
+    assert found[0][1] != found[1][1]
+    return found
+
+
+@pytest.mark.parametrize("load_async", [False, True])
+@pytest.mark.parametrize("name", ["SharedStorageConnector", "PeerMemoryConnector"])
+def test_engines_with_other_weights_share_no_block(tiny_model_path, tmp_path, reloaded, name, load_async):
+    """Two that began with the same weights in one store, in one process, and one that comes after the first has ended."""
+    more = {} if name == "SharedStorageConnector" else {"num_blocks": 60}
+    config = transfer(name, shared_storage_path=str(tmp_path), load_async=load_async, **more)
+    (first_folder, want_first), (second_folder, want_second) = reloaded
+    first, second = (LLM(str(tiny_model_path("llama")), **SIZES, kv_transfer_config=config) for _ in range(2))
+    first.load_weights(first_folder)
+    second.load_weights(second_folder)
+    assert tokens(first) == want_first and tokens(second) == want_second
+    first.load_weights(second_folder)
+    assert tokens(first) == want_second
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2  # of now: no folder is left behind
+    for llm in (first, second):
+        llm.llm_engine.close()
+    del first, second, llm
+    gc.collect()
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_slot_that_was_not_filled_again_keeps_no_block_of_the_old_weights(tiny_model_path, reloaded, monkeypatch):
+    """The first step after new weights fails, so that what it would have kept is not kept."""
+    (folder, want), config = reloaded[0], transfer("OffloadingConnector", num_cpu_blocks=60)
+    llm = LLM(str(tiny_model_path("llama")), **SIZES, kv_transfer_config=config)
+    tokens(llm)
+    llm.load_weights(folder)
+
+    def fail(*_, **__):
+        raise MemoryError("no memory for this step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.llm_engine.core.executor.runner.model, "forward", fail)
+        with pytest.raises(MemoryError):
+            tokens(llm)
+    assert tokens(llm) == want
+    check_at_rest(llm)

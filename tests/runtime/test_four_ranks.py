@@ -115,6 +115,26 @@ def test_adapters_speculation_and_structure_on_four_ranks(four, tiny_model_path,
 
 
 @pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("way", [{"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize("backend", ["mp", "ray"])
+def test_smollm2_on_several_ranks_gives_the_tokens_of_one(smollm2_path, backend, way):
+    """SmolLM2 has 9 heads, which three ranks can share. With preemption and prefix hits."""
+    if backend == "ray":
+        need_ray()
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    changes = {**SIZES, "num_gpu_blocks": 7, "max_model_len": 96}
+    found = []
+    for how in ({}, {**way, "distributed_executor_backend": backend}):
+        llm = LLM(str(smollm2_path), **changes, **how)
+        found += [tokens(llm, params), tokens(llm, params)]
+        metrics = llm.llm_engine.get_metrics()
+        assert metrics["num_preemptions"] > 0 and metrics["prefix_cache_hits"] > 0
+        llm.close()
+    assert found[1:] == found[:-1]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_four_ranks_listen_on_loopback_alone(four):
     folder = cluster_folder() if isinstance(four, RayWorkers) else None

@@ -84,7 +84,7 @@ def test_applications_of_others_stay_on_a_cluster_that_was_there(folder, ended, 
         "cluster_folder": lambda: folder,
         "build": lambda args: app,
     }.items():
-        monkeypatch.setattr(ray_app, name, value)
+        monkeypatch.setattr(ray_app, name, value, raising=False)
     with contextlib.suppress(RuntimeError), serving({}, port=1) as url:
         assert url == "http://127.0.0.1:1"
     assert serve.ended == [ended] and left == [1]

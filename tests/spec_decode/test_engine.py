@@ -2,6 +2,7 @@
 
 import random
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from tiny_models import EOS_TOKEN_ID, tiny_model_path  # noqa: F401 - a fixture
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.scheduler import Recompute, Swap
+from minivllm.runtime.model_runner import StepClock
 from minivllm.spec_decode.drafter import StepCost
 from minivllm.spec_decode.rejection import Draft
 
@@ -256,3 +258,48 @@ def test_a_sampled_token_is_explained_where_it_was_drafted(tiny_model_path):  # 
         runner = llm.llm_engine.core.executor.runner
         for (_, place), record in trace.samples.items():
             assert int(record.explain(runner.sampler)["token_id"].iloc[-1]) == tokens[place]
+
+
+def test_a_slow_caller_does_not_make_steps_dearer(tiny_model_path, monkeypatch):  # noqa: F811
+    """As `step_drafting` on a GPU: what the caller does between the launch of a step and its result is not its cost."""
+    now, seen = [0.0], []
+    monkeypatch.setattr("minivllm.runtime.model_runner.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    config = {"method": Guesses({}, 1.0), "num_speculative_tokens": MOST}
+    options = {"dtype": "float32", "attention_backend": "sdpa", "num_gpu_blocks": 40, "speculative_config": config}
+    with LLM(tiny_model_path("llama"), **options) as llm:
+        executor = llm.llm_engine.core.executor
+        runner, cost = executor.runner, executor.runner.drafter.length.cost
+        forward = runner.model.forward
+        monkeypatch.setattr(runner.model, "forward", lambda *args: now.append(now.pop() + 2.0) or forward(*args))
+        monkeypatch.setattr(cost, "observe", lambda tokens, seconds: seen.append(seconds))
+
+        def execute(output):
+            pending = runner.launch(output)
+            now[0] += 100.0
+            return pending.result()
+
+        monkeypatch.setattr(executor, "execute_model", execute)
+        llm.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
+    assert seen[1:] == [2.0] * len(seen[1:]) and len(seen) > 3
+
+
+def test_steps_on_a_gpu_are_timed_by_its_events(monkeypatch):
+    class Event:
+        def __init__(self, enable_timing):
+            self.did = []
+
+        def record(self):
+            self.did.append("record")
+
+        def synchronize(self):
+            self.did.append("synchronize")
+
+        def elapsed_time(self, end):
+            assert self.did == ["record"] and end.did == ["record", "synchronize"]
+            return 30.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = StepClock(torch.device("cuda"))
+    assert clock.seconds() == 0.0
+    clock.stop()
+    assert clock.seconds() == 0.03
