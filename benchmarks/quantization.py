@@ -8,6 +8,7 @@ the next token's distribution from that of bfloat16, in nats, and how often the 
 the quantized files that peers/files.py makes there: of `minivllm quantize`, nearest and GPTQ, and of llama.cpp. Agree: those files and the
 bfloat16 model, ours beside llama.cpp (GGUF) and vLLM (folders): the divergence of our distribution from theirs on the same tokens, and how
 often the most likely token is the same. FOLDER holds the environments of peers/run.py (`--install`).
+A file keeps by which kernel; MINIVLLM_CPU_FEATURES=avx512_bf16 takes the one without AMX, which decoding has too.
 
 Speed: output tokens a second of one stream (64 tokens in, 64 out) and of 64 requests at once (64 in, 32 out), medians of rounds in which
 all formats take turns; memory: of the weights as the engine counts them, and the peak of a process that loads the model and answers once.
@@ -56,6 +57,11 @@ FORMATS: dict[str, dict[str, Any]] = {
         for n in (32, 64, 128)
     },
 }
+
+
+BY_VECTORS = "by vectors, activations rounded to 8 bits"
+BY_TILES = "by tiles, activations as they are"
+"""How the pieces of the text were multiplied by quantized weights: they have more than 8 rows."""
 
 
 PIECES, LENGTH = 8, 512
@@ -305,9 +311,12 @@ def main() -> None:
     if "ladder" in args.what:
         parser.error("ladder is measured alone")
     kept: dict[str, Any] = {"machine": machine(), "threads": torch.get_num_threads(), "model": args.model}
+    if {"quality", "agree"} & set(args.what or MODES):
+        kept["quantized matmuls"] = BY_TILES if host_tiles() else BY_VECTORS
     old = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
     if any(old.get(key, value) != value for key, value in kept.items()):
-        parser.error(f"{args.output} has figures of {old['machine']}, {old['threads']} threads, {old['model']}")
+        parser.error(f"{args.output} has figures of {', '.join(f'{k}: {v}' for k, v in old.items() if k != 'formats')}")
+    kept = old | kept
     parts = {
         "quality": lambda: quality(args.model, args.envs, args.files),
         "agree": lambda: agree(args.model, args.envs, args.files),

@@ -462,6 +462,21 @@ def test_linear_layers_changed_after_binding(decoder):
     assert "torch computes linear" in decoder.captured.refused[5]
 
 
+def test_more_rows_than_one_layer_has_a_kernel_for_are_not_tried(decoder, monkeypatch):
+    """Otherwise each number of rows would be computed up to that layer, and then again without a program."""
+    tried, capture = [], CapturedCPUSteps._capture
+    monkeypatch.setattr(
+        CapturedCPUSteps, "_capture", lambda self, rows, *rest: tried.append(rows) or capture(self, rows, *rest)
+    )
+    decoder.layers[2].mlp.down.method.max_rows = 5
+    logits(decoder, True, [{"40": 5}, {"40": 6}, {"20": 5, "31": 2}])
+    assert tried == [5] and decoder.captured.refused == {} and decoder.captured.problem is None
+    decoder.layers[2].mlp.down.use("cpu")  # with its own number again
+    most = few_rows(torch.float32, False)
+    logits(decoder, True, [{"40": 6}, {"20": most}, {"31": most + 1}])
+    assert tried == [5, 6, most] and decoder.captured.refused == {}
+
+
 def test_a_step_costs_nothing_to_look_for_changes(decoder, monkeypatch):
     """Parts are looked at when something was changed, and never again until something else is."""
     looked = []

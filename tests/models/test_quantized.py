@@ -17,7 +17,7 @@ from minivllm.models.linear.layer import Linear, register_quantization
 from minivllm.models.linear.quantized import PackedWeight, quantize
 from minivllm.models.linear.unquantized import TorchLinear
 from minivllm.models.loading import load_model
-from minivllm_kernels.cpu.matmul.layout import host_tiles
+from minivllm_kernels.cpu.matmul.layout import FEW, host_tiles
 
 CPU = torch.device("cpu")
 INT8, INT4 = "int8_per_channel_weight_only", "int4_per_group_weight_only"
@@ -116,13 +116,25 @@ def test_matmuls_equal_float64_for_few_rows_and_many(dtype, prefix, bits, group)
 
 
 @pytest.mark.parametrize(("bits", "group"), FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_in_any_company(dtype, bits, group):
-    layer = layer_of(torch.randn(100, 576).to(dtype), None, bits, group, "invariant_")
-    x = torch.randn(140, 576).to(dtype)
+@pytest.mark.parametrize(
+    ("prefix", "dtype", "most"),
+    [
+        ("invariant_", torch.float32, 140),
+        ("invariant_", torch.bfloat16, 140),
+        ("", torch.float32, 140),
+        ("", torch.bfloat16, FEW),  # more rows are those of the tile unit, where there is one
+    ],
+)
+def test_a_row_has_the_same_bits_in_any_company(prefix, dtype, most, bits, group):
+    layer = layer_of(torch.randn(100, 576).to(dtype), None, bits, group, prefix)
+    same_bits_in_any_company(layer, torch.randn(most, 576).to(dtype))
+
+
+def same_bits_in_any_company(layer, x):
     alone = torch.cat([layer(row[None]) for row in x])
     for rows in (2, 3, 7, 8, 9, 16, 17, 33, 140):  # by each kind of tile, and in several launches
-        assert torch.equal(layer(x[:rows]), alone[:rows])
+        if rows <= len(x):
+            assert torch.equal(layer(x[:rows]), alone[:rows])
 
 
 @pytest.mark.skipif(not host_tiles(), reason="this CPU has no tile unit")
@@ -429,6 +441,22 @@ def test_a_checkpoints_weight_is_multiplied_as_it_came(kind):
         if weight.order is not None:
             seen = torch.empty_like(seen).index_copy_(1, weight.order, seen)
         torch.testing.assert_close(layer(x).double(), seen @ exact.T + bias.double(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["invariant_int8", "invariant_int4_32"])
+def test_a_stored_weight_has_the_same_bits_in_any_company(method, dtype):
+    """What has a kernel, what torch writes out, and a part that was not quantized."""
+    by_torch = GroupedWeight(torch.randint(-128, 128, (24, 256)).to(torch.int8), torch.rand(24, 16))
+    parts = {"a": grouped_of("with lows"), "b": by_torch, "c": torch.randn(40, 256).to(dtype)}
+    sizes = {name: part.shape[0] for name, part in parts.items()}
+    layer = Linear(256, sizes, bias=True, dtype=dtype, device=CPU, method=method)
+    layer.bias.copy_(torch.randn(136))
+    for name, part in parts.items():
+        layer.load(name, "weight", part)
+    layer.method.process_weights_after_loading()
+    assert isinstance(layer.method.values[0], PackedWeight)
+    same_bits_in_any_company(layer, torch.randn(140, 256).to(dtype))
 
 
 def test_what_has_no_kernel_is_written_out():

@@ -89,10 +89,11 @@ def stored_linear(name: str, parts: Mapping[str, int], dtype: torch.dtype) -> St
     """The method for a weight that comes quantized, in the place of the one of this name."""
     if name in ("batch_invariant", "cpu_invariant"):
         return StoredLinear(parts, dtype, matmul_by_tiles)
-    if name in ("cpu", *INTEGER_BITS) and dtype in (torch.float32, torch.bfloat16):
+    kind = name.removeprefix("invariant_")
+    if kind in ("cpu", *INTEGER_BITS) and dtype in (torch.float32, torch.bfloat16):
         from minivllm.models.linear.quantized import CPUStoredLinear
 
-        return CPUStoredLinear(parts, dtype)
+        return CPUStoredLinear(parts, dtype, tiles=kind == name)
     if name == "gemv":
         from minivllm.models.linear.cuda import CUDAStoredLinear
 

@@ -2,6 +2,7 @@
 
 # Generated from nbs/models/linear/quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from minivllm.models.linear.grouped import (
     pack_nibbles,
     unpack_nibbles,
 )
-from minivllm.models.linear.unquantized import TorchLinear
+from minivllm.models.linear.unquantized import TorchLinear, matmul_by_tiles
 from minivllm_kernels.cpu.matmul.layout import FEW, ITEM, SPAN, QuantizedMatmul
 
 
@@ -194,9 +195,18 @@ class PackedWeight(RepackedWeight):
 
 
 class CPUStoredLinear(StoredLinear):
-    """`StoredLinear` with grouped weights multiplied by the CPU's kernel; weights of other kinds are written out by torch."""
+    """`StoredLinear` with grouped weights multiplied by the CPU's kernel; weights of other kinds are written out by torch.
+
+    Args:
+        parts, dtype: see `StoredLinear`.
+        tiles: see `QuantizedMatmul`. Without them a row's result is the same to the bit in any batch, also by what torch writes out.
+    """
 
     capturable = True
+
+    def __init__(self, parts: Mapping[str, int], dtype: torch.dtype, tiles: bool = True) -> None:
+        super().__init__(parts, dtype, F.linear if tiles else matmul_by_tiles)
+        self.tiles = tiles
 
     def process_weights_after_loading(self) -> None:
         """See `LinearMethod`."""
@@ -207,7 +217,7 @@ class CPUStoredLinear(StoredLinear):
         if self.bias is not None:
             self.biases = [part.float() for part in self.bias.split([value.shape[0] for value in self.values])]
         self.values = [
-            PackedWeight(value, self.dtype, bias)
+            PackedWeight(value, self.dtype, bias, tiles=self.tiles)
             if isinstance(value, GroupedWeight) and not pack_problem(value)
             else value
             for value, bias in zip(self.values, self.biases, strict=True)
@@ -230,7 +240,7 @@ class CPUStoredLinear(StoredLinear):
 
 
 class QuantizedLinear(TorchLinear):
-    """A weight of 8 or 4 bits, rounded when it is loaded, and multiplied by the CPU's kernel, which rounds activations to 8 bits.
+    """A weight of 8 or 4 bits, rounded when it is loaded, and multiplied by the CPU's kernel: see `PackedWeight`.
 
     Args:
         bits: 8 (a scale for each output) or 4.

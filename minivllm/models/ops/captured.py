@@ -97,13 +97,14 @@ class _Captured:
 
 
 class CapturedCPUSteps:
-    """Runs steps of up to `MOST_ROWS` tokens by one launch each: those that it has captured, one for each number of tokens.
+    """Runs steps of up to `MOST_ROWS` tokens, and no more than any linear method's `max_rows`, by one launch each: those that it
+    has captured, one for each number of tokens.
 
     A replay launches the same kernels on the same numbers as the layers do, so the results are the same to the bit.
     Whatever was captured is thrown away when `generation` says that a part of some model was changed.
 
     Args:
-        model: whose layers are captured; has `embedding`, `embed`, `lora` and `ropes`.
+        model: whose layers are captured; has `embedding`, `embed`, `linears`, `lora` and `ropes`.
         run: its layers.
 
     Attributes:
@@ -118,6 +119,7 @@ class CapturedCPUSteps:
         self._arena, self._scratch, self._busy = Arena(), Scratch(), threading.Lock()
         self._programs: dict[tuple[int, bool], _Captured | None] = {}
         self._generation, self._bound_to = -1, list[object]()
+        self._most_rows: float = MOST_ROWS
 
     def run(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[Tensor], plans: Sequence[Plan]
@@ -133,7 +135,7 @@ class CapturedCPUSteps:
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("a decoder makes one step at a time, and another thread is in the middle of one")
         try:
-            if not self._valid(kv_caches, plans):
+            if not self._valid(kv_caches, plans) or rows > self._most_rows:
                 return None
             key = rows, self.model.lora is not None and self.model.lora.active  # without adapters less is launched
             if key not in self._programs:
@@ -148,6 +150,9 @@ class CapturedCPUSteps:
         if self._generation != generation():
             self.problem, self.refused = capture_problem(self.model), {}
             self._generation, self._bound_to = generation(), []
+            if self.problem is None:
+                methods = [linear.method.innermost for linear in self.model.linears()]
+                self._most_rows = min((getattr(m, "max_rows", MOST_ROWS) for m in methods), default=MOST_ROWS)
         if self.problem is not None or not all(_can_replay(plan) for plan in plans):
             return False
         bound_to: list[object] = [torch.get_num_threads()]  # each thread has memory in a program

@@ -279,7 +279,7 @@ def host_unit() -> int:
 class QuantizedMatmul(Matmul):
     """Matmul by a weight of whole numbers: weight[n, k] = (u - zero) * step [+ low], with a step, and a low, for each group of inputs.
 
-    Rows are rounded to 8 bits, with a step for each `group` inputs of a row, and multiplied as whole numbers.
+    Rows are rounded to 8 bits, with a step for each `group` inputs of a row, and multiplied as whole numbers; but see `tiles`.
 
     Args:
         words: address of int32 [outputs / ITEM][padded / fields][ITEM], `fields = 32 / bits` neighbouring inputs of an output in a

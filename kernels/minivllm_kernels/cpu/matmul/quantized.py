@@ -34,9 +34,9 @@ from minivllm_kernels.cpu.simd import (
 
 __all__ = ["matmul", "matmul_by_tiles", "round_rows"]
 
-"""Matmul by a quantized weight, with rows rounded to 8 bits, a step for each group of inputs. The dot product of a group is exact,
-and the groups are added in one order: a row's result is bit-identical in any batch. `matmul_by_tiles` is another thing: it takes rows of bf16 as
-they are."""
+"""Matmul by a quantized weight. `matmul` rounds rows to 8 bits, with a step for each group of inputs. The dot product of a group is exact,
+and the groups are added in one order: its result for a row is bit-identical in any batch. `matmul_by_tiles` does not round them, and
+its sums differ."""
 
 ZERO, FULL, TINY = np.float32(0), np.float32(127), np.float32(1e-30)
 
@@ -196,7 +196,11 @@ def matmul_by_tiles(
     bits: int, coded: int, parts: int, scale_bits: int, group: int, zero: int, out_bits: int, unit: int
 ) -> Callable[[Any], None]:
     """Body of the kernel for the tile unit, for many rows of bf16. An item's weights are written out as bf16, some inputs at a time, for all
-    rows. (Products of bytes would need one look at the sums for each group: to read tiles takes longer than to multiply.) Otherwise as `matmul`.
+    rows. With products of bytes the sums would have to leave the tile unit after every group to be scaled, which takes longer than the products.
+
+    Args:
+        bits, coded, parts, scale_bits, group, zero, unit: see `matmul`.
+        out_bits: of the results.
     """
     LINES, LINE, PANEL = SPAN * bits // 32, 4 * ITEM, layout.PANEL
     write_rows, read = make_write_rows(out_bits), make_steps(2, TILE, scale_bits, unit)
