@@ -106,7 +106,8 @@ def check_pairs(weights: Weights) -> str | Path | Iterable[tuple[str, Tensor]] |
     """Weights with names and tensors as pairs, which are checked as they are asked for. Names of models and folders stay as they are.
 
     Raises:
-        ValueError: no name, no tensor at all, or something else.
+        ValueError: no name, or no tensor at all.
+        TypeError: something else.
     """
     if weights == "":
         raise ValueError("load_weights: the name of the model is empty")
@@ -114,7 +115,7 @@ def check_pairs(weights: Weights) -> str | Path | Iterable[tuple[str, Tensor]] |
         return weights
     items = weights.items() if isinstance(weights, Mapping) else weights
     if not isinstance(items, Iterable):
-        raise ValueError(_not_weights(weights))
+        raise TypeError(_not_weights(weights))
     pairs = _checked(items)
     if (first := next(pairs, None)) is None:
         raise ValueError("load_weights: there is no tensor in what was given")
@@ -125,7 +126,7 @@ def _checked(items: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
     for item in items:
         name, tensor = item if isinstance(item, tuple | list) and len(item) == 2 else (None, None)
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            raise ValueError(_not_weights(item))
+            raise TypeError(_not_weights(item))
         yield name, tensor
 
 
