@@ -142,7 +142,7 @@ class LLM:
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts), int)
         users = _one_each("user", user, len(prompts), (str, type(None)))
         loras = _one_each("lora_request", lora_request, len(prompts), LoRARequest)
-        if self.is_sleeping():
+        if self.llm_engine.is_sleeping():
             raise RuntimeError("this engine sleeps: call wake_up(), after sleep(level=2) load_weights() too")
         if self.llm_engine.has_unfinished_requests():
             raise RuntimeError(

@@ -300,8 +300,8 @@ class ModelRunner:
         """Whether a step can run: they were not dropped, and no `load_weights` has failed half-way."""
         return self._has_weights
 
-    def apply_model(self, function: Function | bytes) -> object:
-        """What a function of the model returns. bytes: see `pack_function`."""
+    def apply_model(self, function: Function | str) -> object:
+        """What a function of the model returns. str: see `pack_function`."""
         return unpack_function(function)(self.model)
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:

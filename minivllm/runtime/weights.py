@@ -3,8 +3,9 @@
 # Generated from nbs/runtime/weights.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
+import importlib
 import mmap
-import pickle
+import operator
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -186,22 +187,26 @@ def as_path(weights: Weights) -> Iterator[str | None]:
 Function = Callable[[Any], Any]
 
 
-def pack_function(function: Function) -> bytes:
-    """A function for another process. Raises ValueError for one that has no name there."""
-    try:
-        if function.__module__ == "__main__":
-            raise pickle.PicklingError("it was defined in a cell or a script")
-        return pickle.dumps(function)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(f"a function crosses to worker processes by its module and name: {error}") from error
+def pack_function(function: Function) -> str:
+    """A function for another process: its module and its name. Raises ValueError for one that cannot be found by them there."""
+    name = f"{getattr(function, '__module__', None)}:{getattr(function, '__qualname__', None)}"
+    if name.startswith("__main__:"):
+        raise ValueError(f"{_BY_NAME}; {function!r} was defined in a cell or a script")
+    if unpack_function(name) is not function:
+        raise ValueError(f"{_BY_NAME}; that of {function!r} means another one")
+    return name
 
 
-def unpack_function(function: Function | bytes) -> Function:
+_BY_NAME = "a function crosses to worker processes by its module and name"
+
+
+def unpack_function(function: Function | str) -> Function:
     """The function again. Raises ValueError if it cannot be imported here."""
-    if not isinstance(function, bytes):
+    if not isinstance(function, str):
         return function
+    module, _, name = function.partition(":")
     try:
-        made: Function = pickle.loads(function)
+        found: Function = operator.attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"a function crosses to worker processes by its module and name: {error}") from error
-    return made
+        raise ValueError(f"{_BY_NAME}: {error}") from error
+    return found
