@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from typing import Any
 
 from block_memory import Memory, Row
 from scheduling import GROUPS, kv_config
@@ -211,3 +212,13 @@ class Workload:
         assert not self.scheduler.requests, "not finished"
         assert pool.num_free == pool.num_blocks, "blocks are lost"
         assert self.said == self.truth
+
+
+def run_random(kind: type[Workload], seed: int) -> Any:
+    """A workload that has been run. Raises AssertionError that names the seed."""
+    workload = kind(random.Random(seed))
+    try:
+        workload.run()
+    except BaseException as error:
+        raise AssertionError(f"workload {seed}: {error}") from error
+    return workload

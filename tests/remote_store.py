@@ -56,7 +56,7 @@ class Sender(ConnectorWorker):
             assert name not in self.sending
             self.sending[name] = self.content(name)
         done = {name for name in self.sending if self.arrives(name)}
-        for name in done:  # nobody has written into them
+        for name in done:  # they hold what they held before
             assert self.content(name) == self.sending.pop(name)
         return done, set()
 

@@ -82,7 +82,7 @@ class EngineCoreProc:
                 outputs += self._handle(*message)
             if self.core.has_requests():
                 outputs += self.core.step()
-            if outputs or messages or scheduler.requests or not scheduler.is_sending:  # else nobody waits for an answer
+            if outputs or messages or scheduler.requests or not scheduler.is_sending:  # else no answer is due
                 self._send("outputs", in_columns(outputs))
 
     def _take(self) -> list[list[Any]]:

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from random_workload import Workload
+from random_workload import Workload, run_random
 from remote_store import RemoteMemory, Store
 
 from minivllm.core.config import CacheConfig, SchedulerConfig
@@ -54,12 +54,7 @@ class RemoteWorkload(Workload):
 
 
 def run(seed: int) -> RemoteWorkload:
-    workload = RemoteWorkload(random.Random(seed))
-    try:
-        workload.run()
-    except BaseException as error:
-        raise AssertionError(f"workload {seed}: {error}") from error
-    return workload
+    return run_random(RemoteWorkload, seed)
 
 
 def test_many_random_workloads():
@@ -148,7 +143,7 @@ def test_blocks_of_an_aborted_request_stay_until_the_transfer_has_ended():
     for _ in range(3):
         assert not step(scheduler, memory).num_scheduled_tokens and pool.num_free == pool.num_blocks - 3
     arrived.add("0")
-    memory.spoils = lambda: True  # which is nobody's loss
+    memory.spoils = lambda: True  # no request loses anything by it
     trace = scheduler.record()
     step(scheduler, memory)
     assert not any(event.kind == "reset" for event in trace)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from block_memory import Memory
-from random_workload import Workload
+from random_workload import Workload, run_random
 
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import FCFS, PolicyError
@@ -13,12 +13,7 @@ from minivllm.core.scheduler import Scheduler
 
 
 def run(seed: int) -> Workload:
-    workload = Workload(random.Random(seed))
-    try:
-        workload.run()
-    except BaseException as error:
-        raise AssertionError(f"workload {seed}: {error}") from error
-    return workload
+    return run_random(Workload, seed)
 
 
 def test_a_few_hundred_random_workloads():

@@ -325,7 +325,7 @@ def test_an_output_of_an_aborted_request_does_not_reach_its_namesake():
 
 
 def test_an_engine_that_only_sends_blocks_fills_no_channel():
-    """It steps until they are sent, and nobody reads what would come of each of these steps."""
+    """It steps until they are sent; the outputs of these steps would not be read."""
     ours, theirs = (Channel(end) for end in socket.socketpair())
 
     class Sending(Core):

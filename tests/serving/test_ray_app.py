@@ -73,7 +73,7 @@ class Serve:
         self.ended.append("all")
 
 
-@pytest.mark.parametrize(("folder", "ended"), [(None, "minivllm"), ("/tmp/ours", "all")])
+@pytest.mark.parametrize(("folder", "ended"), [(None, "minivllm"), ("ours", "all")])
 @pytest.mark.parametrize("app", ["whole", "broken"])
 def test_applications_of_others_stay_on_a_cluster_that_was_there(folder, ended, app, monkeypatch):
     serve, left = Serve(), []

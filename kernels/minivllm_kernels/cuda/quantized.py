@@ -350,7 +350,7 @@ _STORES = "".join(f" st.shared.f32 [a+{4 * at}], ${2 + i};" for i, at in enumera
 
 @instruction(f"{{ .reg .b32 a; add.s32 a, $0, $1; {_STORES} }}", "", "u32 i32 f32 f32 f32 f32", effect=True)
 def _store_sums(base, offset, a, b, c, d):
-    """What a lane has of a product of 16 outputs and 8 rows, row by row."""
+    """What a lane has of the sums of 16 outputs and 8 rows, row by row."""
     for at, value in zip(_PLACES, (a, b, c, d)):
         base[int(offset) // 4 + at] = np.float32(value).view(np.uint32)
 
@@ -475,7 +475,7 @@ def _multiply(plan: Plan) -> tuple[Any, Any]:
     format, MT, TILES, FOLD, SC = plan.format, plan.tiling.tiles, plan.blocks, plan.fold, plan.scales
     W, GROUPED, HALVES, INT4 = format.scale_words, format.groups > 1, format.step // 32, format.kind == "int4"
     ZEROS, LOWS = format.zeros, MT if format.zeros else 1
-    product = half_ops(format.dtype).mma
+    multiply_add = half_ops(format.dtype).mma
     matrix, zero_points, factors = decoder(format)
 
     @device
@@ -489,7 +489,7 @@ def _multiply(plan: Plan) -> tuple[Any, Any]:
 
     @device
     def mma(acc, k, a, b0, b1):
-        c = product(a[0], a[1], a[2], a[3], b0, b1, acc[k], acc[k + 1], acc[k + 2], acc[k + 3])
+        c = multiply_add(a[0], a[1], a[2], a[3], b0, b1, acc[k], acc[k + 1], acc[k + 2], acc[k + 3])
         acc[k] = c[0]
         acc[k + 1] = c[1]
         acc[k + 2] = c[2]

@@ -196,7 +196,7 @@ def matmul_by_tiles(
     bits: int, coded: int, parts: int, scale_bits: int, group: int, zero: int, out_bits: int, unit: int
 ) -> Callable[[Any], None]:
     """Body of the kernel for the tile unit, for many rows of bf16. An item's weights are written out as bf16, some inputs at a time, for all
-    rows. With products of bytes the sums would have to leave the tile unit after every group to be scaled, which takes longer than the products.
+    rows. On bytes the sums would have to leave the tile unit after every group to be scaled, which takes longer than the matmul.
 
     Args:
         bits, coded, parts, scale_bits, group, zero, unit: see `matmul`.
