@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 from minivllm.core.plugins import load_plugins
 from minivllm.core.policy import POLICIES
@@ -519,6 +519,7 @@ class ModelFacts:
         reads_media: there is an encoder of pictures.
         pooling: what it makes of a whole prompt.
         draft_bytes_per_block: what a KV block takes of draft layers, which keep theirs under the same block ids.
+        padding: what tensor parallelism pads by zeros, in words.
     """
 
     name: str
@@ -533,6 +534,7 @@ class ModelFacts:
     reads_media: bool = False
     pooling: PoolingFacts = PoolingFacts()
     draft_bytes_per_block: int = 0
+    padding: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -988,6 +990,22 @@ def stage_layers(num_layers: int, stages: int) -> list[range]:
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
+class RankHeads(NamedTuple):
+    """Attention heads of each rank of tensor parallelism: query heads, key-value heads, and how many ranks hold the same of these."""
+
+    queries: int
+    keys: int
+    copies: int
+
+
+def rank_heads(num_heads: int, num_kv_heads: int, ranks: int) -> RankHeads:
+    """How attention heads are shared out. Heads of zeros are added where they do not divide: to the key-value heads up to a multiple
+    of the ranks or, if there are fewer, up to a divisor, so that equally many ranks hold each; then to the query heads of each."""
+    keys = -(-num_kv_heads // ranks)
+    copies = ranks // next(n for n in range(num_kv_heads, ranks + 1) if ranks % n == 0) if num_kv_heads < ranks else 1
+    return RankHeads(keys * -(-num_heads // (num_kv_heads * copies)), keys, copies)
+
+
 def stage_groups(groups: Sequence[KVCacheGroup], layers: range) -> tuple[KVCacheGroup, ...]:
     """The KV cache groups with the layers that one stage has of each."""
     return tuple(replace(group, layers=tuple(i for i in group.layers if i in layers)) for group in groups)
@@ -1000,7 +1018,7 @@ def _bytes_per_block(groups: Sequence[KVCacheGroup], model: ModelFacts, stages: 
     return tensors * groups[0].spec.bytes_per_block + model.draft_bytes_per_block
 
 
-def _explain_machine(args: EngineArgs, machine: MachineFacts) -> list[Decision]:
+def _explain_machine(args: EngineArgs, machine: MachineFacts, padding: str) -> list[Decision]:
     """The attention backend, and what follows from several ranks."""
     attention = Decision("attention_backend", machine.attention_backend, machine.attention_backend_why)
     if args.world_size == 1:
@@ -1009,6 +1027,9 @@ def _explain_machine(args: EngineArgs, machine: MachineFacts) -> list[Decision]:
     if machine.device == "cpu" and not args.enforce_eager:
         why = "ranks add up between the matmuls, so a step cannot be one launch"
         decisions.append(Decision("enforce_eager", True, why))
+    if padding:
+        why = f"asked for; to be equal, weights and cache of the ranks have zeros: {padding}"
+        decisions.append(Decision("tensor_parallel_size", args.tensor_parallel_size, why))
     if args.tensor_parallel_size > 1:
         decisions.append(Decision("disable_custom_all_reduce", not machine.sums_by_peers, machine.sums_by_peers_why))
     return decisions
@@ -1116,7 +1137,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
     overlaps = machine.device != "cpu" and args.pipeline_parallel_size == 1
     overlap = choose("async_scheduling", args.async_scheduling, overlaps, usual)
-    decisions += _explain_machine(args, machine)
+    decisions += _explain_machine(args, machine, model.padding)
     if not args.fp8_kv_cache:
         decisions.append(Decision("kv_cache_dtype", dtype.value, "the dtype of the model"))
     decisions.append(Decision("linear_kernel", machine.linear_kernel, machine.linear_kernel_why))

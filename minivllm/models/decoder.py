@@ -208,7 +208,7 @@ class Decoder(Module):
         how: dict[str, Any] = {"method": method, "out_dtype": torch.float32, "weight": shared}
         if self.group is None:
             return builder.linear(head, **how)
-        how["shard"] = Shard(*builder.share[:2], "outputs", {name: ((spec.vocab_size, 1),)})
+        how["shard"] = Shard(*builder.share[:2], "outputs", {name: (builder.share.piece(spec.vocab_size),)})
         return builder.linear(head, cls=partial(GatheredLinear, group=self.group, outputs=spec.vocab_size), **how)
 
     @property
@@ -450,7 +450,10 @@ class Decoder(Module):
             seen.add(name)
             if (load := targets.pop(name, None)) is None:
                 continue  # another rank has it
-            load(tensor)
+            try:
+                load(tensor)
+            except ValueError as error:
+                raise ValueError(f"{family}: {name!r}: {error}") from None
             linear = waiting.pop(name, None)
             if (
                 linear is not None and linear not in waiting.values()

@@ -392,6 +392,7 @@ class LoadedModel:
             checkpoint_dtype=self.checkpoint_dtype,
             hidden_size=spec.hidden_size,
             reads_media=spec.media is not None,
+            padding="" if share is None else spec.padding(share),
         )
 
 

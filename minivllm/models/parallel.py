@@ -4,12 +4,29 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from minivllm.core.config import rank_heads
+
+
+class Piece(NamedTuple):
+    """What a rank has of rows that lie together in a checkpoint's tensor, counted in any unit, such as heads.
+
+    Attributes:
+        count: how many there are.
+        start, length: the rank's.
+        room: what it has room for; what it lacks is zeros.
+    """
+
+    count: int
+    start: int
+    length: int
+    room: int
 
 
 class Share(NamedTuple):
@@ -36,9 +53,22 @@ class Share(NamedTuple):
 
     def rows(self, count: int) -> tuple[int, int]:
         """(start, length) of this rank's rows of a vocabulary; the last ranks may have fewer."""
+        return self.piece(count)[1:3]
+
+    def piece(self, count: int) -> Piece:
+        """This rank's part of `count`; what the last ranks lack is padded."""
         each = -(-count // self.size)
         start = min(self.rank * each, count)
-        return start, min(each, count - start)
+        return Piece(count, start, min(each, count - start), each)
+
+    def heads(self, queries: int, keys: int) -> tuple[Piece, Piece, int]:
+        """The query heads and the key-value heads of this rank, and how many ranks hold the same of these; see `rank_heads`."""
+        mine, group = rank_heads(queries, keys, self.size), queries // keys
+        owner, copy = divmod(self.rank, mine.copies)
+        first, end = (min((owner + i) * mine.keys, keys) for i in (0, 1))
+        start = min(first * group + copy * mine.queries, end * group)
+        q = Piece(queries, start, min(mine.queries, end * group - start), mine.queries)
+        return q, Piece(keys, first, end - first, mine.keys), mine.copies
 
 
 class Split(NamedTuple):
@@ -46,19 +76,32 @@ class Split(NamedTuple):
 
     Attributes:
         by: `outputs` or `inputs`.
-        pieces: of a part whose rows are not cut as one: (rows, ranks that hold the same rows) of each piece.
+        pieces: of a part that is not cut as one, or not equally.
     """
 
     by: str
-    pieces: Mapping[str, tuple[tuple[int, int], ...]] = {}
+    pieces: Mapping[str, tuple[Piece, ...]] = {}
 
 
 @dataclass(frozen=True)
 class SplitBlock:
-    """What a rank computes of a block. spec: smaller. splits: of its linear layers; of blocks within it, their own `SplitBlock`."""
+    """What a rank computes of a block.
+
+    Attributes:
+        spec: smaller.
+        splits: of its linear layers; of blocks within it, their own `SplitBlock`.
+        sizes: what is padded if it does not divide: (how many there are, how many all ranks have).
+    """
 
     spec: Any
     splits: Mapping[str, Any]
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def padded(self) -> dict[str, tuple[int, int]]:
+        """The sizes that differ, those of blocks within it included."""
+        inner = [block.padded() for block in self.splits.values() if isinstance(block, SplitBlock)]
+        mine = {what: both for what, both in self.sizes.items() if both[0] != both[1]}
+        return {what: both for found in (mine, *inner) for what, both in found.items()}
 
 
 class Stage:

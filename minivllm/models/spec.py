@@ -233,6 +233,13 @@ class DecoderSpec:
             return [layer.mixer for layer in self.layers]
         return [layer.mixer.split(share).spec for layer in self.layers]
 
+    def padding(self, share: Share) -> str:
+        """What is padded by zeros for ranks to have equal parts, and how much that adds to it; empty for nothing."""
+        found: dict[str, tuple[int, int]] = {}
+        for layer in self.layers:
+            found |= layer.mixer.split(share).padded() | layer.mlp.split(share).padded()
+        return ", ".join(f"{count} {what} padded to {n} (+{n / count - 1:.0%})" for what, (count, n) in found.items())
+
     @property
     def whole_prompts(self) -> bool:
         """Whether attention goes both ways."""

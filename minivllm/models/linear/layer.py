@@ -15,7 +15,7 @@ from minivllm.core.module import Module
 from minivllm.models.linear.base import LinearMethod
 from minivllm.models.linear.grouped import QuantizedWeight, StoredLinear
 from minivllm.models.linear.unquantized import matmul_by_tiles
-from minivllm.models.parallel import TensorGroup
+from minivllm.models.parallel import Piece, Share, TensorGroup
 
 QUANTIZED = tuple(f"{how}{name}" for how in ("", "torch_", "invariant_") for name in INTEGER_BITS)
 """Methods that round a weight to 8 bits, or to 4 with a scale for every group of inputs, when it is loaded."""
@@ -116,23 +116,26 @@ class Shard(NamedTuple):
     rank: int
     size: int
     by: str
-    pieces: Mapping[str, tuple[tuple[int, int], ...]] = {}
+    pieces: Mapping[str, tuple[Piece, ...]] = {}
 
-    def of(self, part: str, length: int) -> list[tuple[int, int]]:
-        """(start, length) of what this rank has of each piece of a part, along a dimension of this length."""
-        pieces = self.pieces.get(part, ((length, 1),))
-        whole, start, found = sum(rows for rows, _ in pieces), 0, []
-        for rows, copies in pieces:
-            shares, rank = self.size // copies, self.rank // copies
-            each = -(-rows // shares)  # of a vocabulary, the last ranks may have fewer
-            first = min(rank * each, rows)
-            found.append((start + first, min(each, rows - first)))
-            start += rows
-        return [(a * length // whole, n * length // whole) for a, n in found]  # packed: several outputs in a number
+    def of(self, part: str, length: int) -> list[tuple[int, int, int]]:
+        """(start, length, room) of what this rank has of each piece of a part, along a dimension of this length."""
+        pieces = self.pieces.get(part) or (Share(self.rank, self.size).piece(length),)
+        whole, before, found = sum(piece.count for piece in pieces), 0, []
+        for count, start, n, room in pieces:
+            found.append((before + start, n, room))
+            before += count
+        return [
+            (a * length // whole, n * length // whole, r * length // whole) for a, n, r in found
+        ]  # packed: several outputs in a number
 
     def cut(self, part: str, tensor: Tensor, dim: int) -> Tensor:
-        """What this rank has of a tensor of a part, whose dimension `dim` is the one that is cut."""
-        found = [tensor.narrow(dim, *span) for span in self.of(part, tensor.shape[dim])]
+        """What this rank has of a tensor of a part, whose dimension `dim` is the one that is cut; zeros where it lacks some."""
+        found = []
+        for start, length, room in self.of(part, tensor.shape[dim]):
+            found.append(tensor.narrow(dim, start, length))
+            if length < room:
+                found.append(tensor.new_zeros(*tensor.shape[:dim], room - length, *tensor.shape[dim + 1 :]))
         return found[0] if len(found) == 1 else torch.cat(found, dim)
 
 
@@ -263,9 +266,6 @@ class Linear(Module):
             dim = self.method.dims[kind][0 if self.share.by == "outputs" else 1]
             if dim is not None:
                 tensor = self.share.cut(name, tensor, dim)
-                if tensor.shape[dim] < target.shape[dim]:  # the last rows of a vocabulary
-                    target.narrow(dim, tensor.shape[dim], target.shape[dim] - tensor.shape[dim]).zero_()
-                    target = target.narrow(dim, 0, tensor.shape[dim])
             elif kind == "bias" and self.share.rank > 0:  # partial sums are added up: one rank brings the bias
                 tensor = torch.zeros_like(tensor)
         target.copy_(tensor)
@@ -279,16 +279,24 @@ class Linear(Module):
             stored.weights = {"bias": before["bias"]} if "bias" in before else {}
             self.method = self.method.replaced(stored)
         if self.share is not None:
-            rank, size, by, pieces = self.share
-            if not isinstance(weight, QuantizedWeight):
-                weight = self.share.cut(name, weight, int(by == "inputs"))
-            elif len(cut := pieces.get(name, ((0, 1),))) == 1:
-                weight = weight.shard(rank // cut[0][1], size // cut[0][1], by)
-            else:
-                raise ValueError(f"a quantized {name} holds {len(cut)} matrices, and cannot be split among ranks")
+            weight = self._cut_stored(name, weight, self.share)
         if isinstance(weight, Tensor):
             weight = weight.to(self.dtype, copy=True)
         stored.loaded[name] = weight.to(self.device)
+
+    def _cut_stored(self, name: str, weight: Tensor | QuantizedWeight, share: Shard) -> Tensor | QuantizedWeight:
+        dim = int(share.by == "inputs")
+        if not isinstance(weight, QuantizedWeight):
+            return share.cut(name, weight, dim)
+        (start, length, room), *others = share.of(name, weight.shape[dim])
+        if others:
+            raise ValueError(f"a quantized {name} holds {1 + len(others)} matrices, and cannot be split among ranks")
+        if length < room:
+            raise ValueError(
+                f"{weight.shape[dim]} {share.by} of a quantized {name} cannot be split among {share.size} ranks equally,"
+                " and a quantized weight cannot be padded"
+            )
+        return weight.narrow(dim, start, length)
 
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor | QuantizedWeight], None]]]:
         """(name in a checkpoint, function that loads the tensor of that name) for all that this layer needs."""

@@ -82,17 +82,17 @@ class SelfAttentionSpec(TokenMixerSpec):
         return {"qkv": LinearSpec(hidden_size, parts, self.qkv_bias), **gate, "o": o}
 
     def split(self, share: Share) -> SplitBlock:
-        """See `MixerSpec`. A rank has some query heads, and the key-value heads that belong to them."""
+        """See `MixerSpec`. A rank has some query heads, and the key-value heads that belong to them; see `rank_heads`."""
         if self.qk_norm_over_projection:
             raise ValueError("a norm over all heads (qk_norm_over_projection) cannot be split among ranks")
-        heads, kv, dim = share.divide("query heads", self.num_heads), self.num_kv_heads, self.head_dim
-        if kv % share.size and share.size % kv:
-            raise ValueError(f"{kv} key-value heads cannot be split among, or repeated on, {share.size} ranks equally")
-        q, k = (self.num_heads * dim, 1), (kv * dim, max(1, share.size // kv))
+        q, k, copies = share.heads(self.num_heads, self.num_kv_heads)
         pieces = {self.q: (q,), self.k: (k,), self.v: (k,)} if self.qkv is None else {self.qkv: (q, k, k)}
-        local = replace(self, num_heads=heads, num_kv_heads=max(1, kv // share.size))
-        gate = {} if self.gate is None else {"gate": Split("outputs")}
-        return SplitBlock(local, {"qkv": Split("outputs", pieces), **gate, "o": Split("inputs")})
+        splits = {"qkv": Split("outputs", pieces), "o": Split("inputs", {self.o: (q,)})}
+        if self.gate is not None:
+            splits["gate"] = Split("outputs", {self.gate: (q,)})
+        kv_heads = self.num_kv_heads, k.room * share.size // copies
+        sizes = {"query heads": (self.num_heads, q.room * share.size), "key-value heads": kv_heads}
+        return SplitBlock(replace(self, num_heads=q.room, num_kv_heads=k.room), splits, sizes)
 
     def weight_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         sinks = {} if self.sinks is None else {self.sinks: (self.num_heads,)}
@@ -142,7 +142,7 @@ class SelfAttention(Mixer):
 
     def __init__(self, spec: SelfAttentionSpec, builder: Builder) -> None:
         super().__init__(spec, builder)
-        self.backend, self.kv_dtype, self.share = builder.backend, builder.kv_dtype, builder.share
+        self.backend, self.kv_dtype, self.shard = builder.backend, builder.kv_dtype, self.o.share
         self.sinks: Tensor | None = None
         if spec.sinks is not None:
             self.sinks = torch.empty(spec.num_heads, dtype=builder.dtype, device=builder.device)
@@ -185,7 +185,7 @@ class SelfAttention(Mixer):
 
     def _load_sinks(self, tensor: Tensor) -> None:
         assert self.sinks is not None
-        self.sinks.copy_(tensor.narrow(0, self.share.rank * len(self.sinks), len(self.sinks)))
+        self.sinks.copy_(tensor if self.shard is None else self.shard.cut(self.spec.o, tensor, 0))
 
     def optional_targets(self) -> Iterator[tuple[str, Callable[[Tensor], None]]]:
         """The scales of an fp8 cache: one number each, beside the layer's weights or within those of keys and values."""

@@ -60,8 +60,11 @@ class LatentAttentionSpec(TokenMixerSpec):
 
     def split(self, share: Share) -> SplitBlock:
         """See `MixerSpec`. A rank has some heads; the latents, which all heads read, lie in the cache of every rank."""
-        local = replace(self, num_heads=share.divide("query heads", self.num_heads))
-        return SplitBlock(local, {"q": Split("outputs"), "o": Split("inputs")})
+        mine = share.piece(self.num_heads)
+        q = "self_attn.q_proj" if self.q_rank is None else "self_attn.q_b_proj"
+        splits = {"q": Split("outputs", {q: (mine,)}), "o": Split("inputs", {"self_attn.o_proj": (mine,)})}
+        sizes = {"query heads": (mine.count, mine.room * share.size)}
+        return SplitBlock(replace(self, num_heads=mine.room), splits, sizes)
 
     def vectors(self) -> dict[str, int]:
         q = {} if self.q_rank is None else {"self_attn.q_a_layernorm": self.q_rank}
@@ -96,7 +99,7 @@ class LatentAttention(Mixer):
 
     def __init__(self, spec: LatentAttentionSpec, builder: Builder) -> None:
         super().__init__(spec, builder)
-        self.backend, norms, self.share = builder.backend, replace(builder, norm_eps=spec.eps), builder.share
+        self.backend, norms, self.shard = builder.backend, replace(builder, norm_eps=spec.eps), self.o.share
         self.q_norm = None if spec.q_rank is None else norms.norm(spec.q_rank)
         self.kv_norm = norms.norm(spec.rank)
         shape = (spec.num_heads, spec.nope_dim + spec.v_dim, spec.rank)
@@ -124,8 +127,8 @@ class LatentAttention(Mixer):
         return torch.einsum(how, x, weight)
 
     def _load_expand(self, tensor: Tensor) -> None:
-        mine = self.expand.flatten(0, 1)
-        mine.copy_(tensor.narrow(0, self.share.rank * len(mine), len(mine)))
+        mine = tensor if self.shard is None else self.shard.cut("self_attn.o_proj", tensor, 0)
+        self.expand.flatten(0, 1).copy_(mine)
 
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
         yield from Mixer.targets(self)

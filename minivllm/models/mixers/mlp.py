@@ -10,7 +10,7 @@ from torch import Tensor
 from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, register_mixer
 from minivllm.models.ops.torch import ACTIVATIONS
-from minivllm.models.parallel import Share, Split, SplitBlock
+from minivllm.models.parallel import Piece, Share, Split, SplitBlock
 
 
 def check_mlp(size: int, activation: str) -> None:
@@ -55,10 +55,14 @@ class GatedMLPSpec(MixerSpec):
 
     def split(self, share: Share) -> SplitBlock:
         """See `MixerSpec`. A rank has some of the numbers inside."""
-        inner = self.intermediate_size
-        pieces = {} if self.gate_up is None else {self.gate_up: ((inner, 1), (inner, 1))}
-        local = replace(self, intermediate_size=share.divide("numbers inside the MLP", inner))
-        return SplitBlock(local, {"gate_up": Split("outputs", pieces), "down": Split("inputs")})
+        mine = share.piece(self.intermediate_size)
+        pieces = {} if self.gate_up is None else {self.gate_up: (mine, mine)}
+        splits = {"gate_up": Split("outputs", pieces), "down": Split("inputs")}
+        return SplitBlock(replace(self, intermediate_size=mine.room), splits, _sizes(mine, share))
+
+
+def _sizes(mine: Piece, share: Share) -> dict[str, tuple[int, int]]:
+    return {"numbers inside the MLP": (mine.count, mine.room * share.size)}
 
 
 class _Activated(Mixer):
@@ -108,8 +112,9 @@ class MLPSpec(MixerSpec):
 
     def split(self, share: Share) -> SplitBlock:
         """See `MixerSpec`. A rank has some of the numbers inside."""
-        local = replace(self, intermediate_size=share.divide("numbers inside the MLP", self.intermediate_size))
-        return SplitBlock(local, {"up": Split("outputs"), "down": Split("inputs")})
+        mine = share.piece(self.intermediate_size)
+        splits = {"up": Split("outputs"), "down": Split("inputs")}
+        return SplitBlock(replace(self, intermediate_size=mine.room), splits, _sizes(mine, share))
 
 
 @register_mixer(MLPSpec)
