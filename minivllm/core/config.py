@@ -585,6 +585,10 @@ RUNNERS = ("auto", "generate", "pooling")
 MODEL_IMPLS = ("auto", "minivllm", "transformers")
 
 
+ALL2ALL_BACKENDS = ("allgather_reducescatter", "all_to_all")
+"""How ranks with whole experts join. The first is vLLM's default; as there, ranks that all have every token only add up."""
+
+
 _LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 
@@ -652,6 +656,9 @@ class _ModelArgs:
     data_parallel_size: int = _arg(1, "whole engines behind one server")
     data_parallel_router: str = _arg("prefix_aware", "which of them gets a request", ROUTER_NAMES)
     enable_expert_parallel: bool = _arg(False, "ranks that share a layer hold whole experts, not a part of each")
+    all2all_backend: str = _arg(
+        ALL2ALL_BACKENDS[0], "experts see all tokens and add up, or tokens go to their ranks", ALL2ALL_BACKENDS
+    )
     disable_custom_all_reduce: bool = _arg(False, "ranks on GPUs add up by NCCL alone, not in each other's memory")
     seed: int = _arg(0, "of the requests that bring no seed of their own, and of dummy weights")
 
@@ -757,6 +764,8 @@ class EngineArgs(_ModelArgs):
             )
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError("enable_expert_parallel needs tensor_parallel_size of at least 2")
+        if self.all2all_backend != ALL2ALL_BACKENDS[0] and not self.enable_expert_parallel:
+            raise ValueError(f"all2all_backend={self.all2all_backend!r} needs enable_expert_parallel")
         if (
             self.executor in ("mp", "ray")
             and self.speculative is not None
@@ -795,6 +804,11 @@ class EngineArgs(_ModelArgs):
     def world_size(self) -> int:
         """How many ranks there are."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def expert_sharing(self) -> tuple[bool, bool]:
+        """Whether ranks hold whole experts, and whether tokens travel to them."""
+        return self.enable_expert_parallel, self.all2all_backend == "all_to_all"
 
     @property
     def executor(self) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from minivllm.core.config import rank_heads
 from minivllm.core.output import SchedulerOutput
 from minivllm.lab.cost import DEVICES, MODELS, CostModel, Device, ModelShape, Roofline, StepWork, known
 
@@ -58,18 +59,18 @@ class Parallel(CostModel):
     Args:
         device: of each rank; a name in `DEVICES`, or a `Device`.
         model: a name in `MODELS`, or a `ModelShape`.
-        tensor: ranks that share every layer.
+        tensor: ranks that share every layer. Heads and MLPs that do not divide are padded; see `rank_heads`.
         pipeline: stages, each of `tensor` ranks.
         link: between ranks; a name in `LINKS`, or a `Link`.
         by_expert: ranks hold whole experts of a mixture, instead of a slice of each.
-        dispatch: how tokens come to experts on other ranks: `all_reduce`, where each rank adds what its experts say, as this
-            package does it; or `all_to_all`, where only the tokens of an expert travel, there and back.
+        dispatch: how tokens come to experts on other ranks: `all_reduce`, where each rank adds what its experts say, or
+            `all_to_all`, where only the tokens of an expert travel, there and back (see `all2all_backend` of `EngineArgs`).
 
     Attributes:
         stages: pipeline stages, for `simulate`.
 
     Raises:
-        ValueError: an unknown name, parts that are not equal, or a model that does not fit into the memory of the ranks.
+        ValueError: an unknown name, experts that do not divide, or a model that does not fit into the memory of the ranks.
     """
 
     def __init__(
@@ -86,26 +87,20 @@ class Parallel(CostModel):
             )
         if dispatch == "all_to_all" and not by_expert:
             raise ValueError("dispatch='all_to_all' needs by_expert=True")
-        shares = {"heads": m.num_heads, "rows of the MLP": m.intermediate_size} | (
-            {"experts": m.num_experts} if by_expert else {}
-        )
-        for what, count in shares.items():
-            if tensor < 1 or count % tensor:
-                raise ValueError(f"{count} {what} of {m.name} cannot be split among {tensor} ranks equally")
-        if m.num_kv_heads % tensor and tensor % m.num_kv_heads:
-            raise ValueError(
-                f"{m.num_kv_heads} key-value heads of {m.name} cannot be split among, or repeated on, {tensor} ranks equally"
-            )
+        if tensor < 1 or (by_expert and m.num_experts % tensor):
+            what = f"{m.num_experts} experts of" if by_expert else "the layers of"
+            raise ValueError(f"{what} {m.name} cannot be split among {tensor} ranks equally")
         if not 1 <= pipeline <= m.num_layers:
             raise ValueError(f"{m.num_layers} layers of {m.name} cannot be {pipeline} stages")
+        heads = rank_heads(m.num_heads, m.num_kv_heads, tensor)
         rank = replace(
             m, name=f"a rank's part of {m.name}", num_layers=-(-m.num_layers // pipeline), state_layers=-(-m.state_layers // pipeline),
-            num_heads=m.num_heads // tensor, num_kv_heads=max(1, m.num_kv_heads // tensor), vocab_size=-(-m.vocab_size // tensor),
+            num_heads=heads.queries, num_kv_heads=heads.keys, vocab_size=-(-m.vocab_size // tensor),
         )  # fmt: skip
         if by_expert:
             rank = replace(rank, num_experts=m.num_experts // tensor, experts_per_token=m.experts_per_token / tensor)
         else:
-            rank = replace(rank, intermediate_size=m.intermediate_size // tensor)
+            rank = replace(rank, intermediate_size=-(-m.intermediate_size // tensor))
         self.rank = Roofline(self.device, rank)
 
     def __repr__(self) -> str:
@@ -122,7 +117,7 @@ class Parallel(CostModel):
             if self.by_expert and self.dispatch == "all_to_all":
                 sums -= m.num_layers
                 there = link.all_to_all(hidden * m.experts_per_token / self.tensor, self.tensor)
-                parts["joins"] += 2 * m.num_layers * there
+                parts["joins"] += m.num_layers * (2 * there + link.all_gather(hidden, self.tensor))
             parts["joins"] += sums * link.all_reduce(hidden, self.tensor)
             parts["joins"] += link.all_gather(4 * work.num_sampled * m.vocab_size, self.tensor)
         if work.num_tokens:

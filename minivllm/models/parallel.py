@@ -18,12 +18,12 @@ class Piece(NamedTuple):
     """What a rank has of rows that lie together in a checkpoint's tensor, counted in any unit, such as heads.
 
     Attributes:
-        count: how many there are.
+        total: how many there are.
         start, length: the rank's.
         room: what it has room for; what it lacks is zeros.
     """
 
-    count: int
+    total: int
     start: int
     length: int
     room: int
@@ -35,11 +35,13 @@ class Share(NamedTuple):
     Attributes:
         rank, size: the rank's number among those that share each layer.
         by_expert: a rank holds whole experts of a mixture, instead of a part of each.
+        all_to_all: then each rank routes some of the tokens, and sends them to the ranks of their experts; see `MoE`.
     """
 
     rank: int = 0
     size: int = 1
     by_expert: bool = False
+    all_to_all: bool = False
 
     def divide(self, what: str, count: int) -> int:
         """How many of `count` a rank holds.
@@ -202,6 +204,14 @@ class TensorGroup:
         self.calls += 1
         self.bytes += x.nbytes
 
+    def all_to_all(self, x: Tensor, there: Sequence[int], here: Sequence[int]) -> Tensor:
+        """x [sum(there), n] has rows for each rank in turn, as many as `there` says; gives [sum(here), n], those that each rank had for
+        this one."""
+        self._count(x)
+        out = x.new_empty(sum(here), x.shape[1])
+        dist.all_to_all_single(out, x.contiguous(), list(here), list(there), group=self._group)
+        return out
+
 
 class Spans:
     """When methods of some objects ran.
@@ -230,7 +240,7 @@ class Spans:
 
     def stop(self) -> list[tuple[str, float, float, int]]:
         """Note nothing more. Returns what was found."""
-        for owner, method in self._watched:
-            delattr(owner, method)
+        for owner, name in self._watched:
+            delattr(owner, name)
         self._watched.clear()
         return self.found

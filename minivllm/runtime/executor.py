@@ -172,7 +172,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     limit_threads(cpu_quota())
     settle_vector_math()
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
-    share = None if args.tensor_parallel_size == 1 else Share(0, args.tensor_parallel_size, args.enable_expert_parallel)
+    share = None if args.tensor_parallel_size == 1 else Share(0, args.tensor_parallel_size, *args.expert_sharing)
     if args.world_size > 1 and (loaded.spec.whole_prompts or loaded.spec.pooler is not None):
         raise ValueError(
             f"{loaded.spec.family}: encoders and classifiers are implemented for one rank, not for {args.world_size}"

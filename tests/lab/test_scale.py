@@ -69,6 +69,14 @@ def test_the_parts_of_ranks_add_up():
     assert Parallel(card, tensor=4).num_gpu_blocks(16) > 0
 
 
+def test_heads_that_do_not_divide_are_padded():
+    smollm2 = ModelShape("smollm2", 30, 576, 9, 3, 64, 1536, 49152)
+    for ranks, heads, kv_heads in ((2, 6, 2), (3, 3, 1), (4, 3, 1), (8, 2, 1)):
+        mine = Parallel("h100", smollm2, tensor=ranks).rank.model
+        assert (mine.num_heads, mine.num_kv_heads) == (heads, kv_heads)
+        assert mine.kv_bytes_per_token == smollm2.kv_bytes_per_token * kv_heads / 3
+
+
 def test_experts_that_are_read():
     m, rng = MODELS["mixtral-8x7b"], random.Random(0)
     mlp = 3 * m.hidden_size * m.intermediate_size
@@ -90,14 +98,14 @@ def test_experts_that_are_read():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor": 3}, "32 heads of llama-3.1-8b cannot be split among 3 ranks equally"),
+        ({"tensor": 0}, "the layers of llama-3.1-8b cannot be split among 0 ranks equally"),
+        (
+            {"tensor": 3, "model": "mixtral-8x7b", "by_expert": True},
+            "8 experts of mixtral-8x7b cannot be split among 3",
+        ),
         ({"pipeline": 33}, "32 layers of llama-3.1-8b cannot be 33 stages"),
         ({"by_expert": True}, "by_expert needs experts"),
         ({"dispatch": "all_to_all"}, "dispatch='all_to_all' needs by_expert=True"),
-        (
-            {"model": ModelShape("odd", 2, 576, 12, 3, 48, 1536, 1000), "tensor": 2},
-            "3 key-value heads of odd cannot be split among, or repeated on, 2 ranks equally",
-        ),
         ({"link": "nvlnk"}, "unknown link 'nvlnk'; did you mean 'nvlink'"),
     ],
 )

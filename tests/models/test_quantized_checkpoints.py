@@ -182,6 +182,21 @@ def test_two_ranks_give_what_one_gives(folders, case):
     assert shapes[0] == shapes[1] and sum(a * b for a, b in shapes[0]) == sum(w.size for w in linears().values()) // 2
 
 
+def test_a_quantized_weight_that_ranks_would_have_to_pad_is_refused_by_name(folders):
+    folder, _ = folders(next(iter(CASES)))
+    loaded = load_model(folder)
+
+    def run(group):
+        decoder = Decoder(loaded.spec, make_backend("sdpa"), torch.float32, torch.device("cpu"), group=group)
+        with pytest.raises(ValueError, match=r"'model.layers.0.mlp.down_proj.weight': ") as caught:
+            decoder.load_weights(loaded.weights("float32"))
+        return str(caught.value)
+
+    first, _, last = on_ranks(3, run)  # 128 inputs: 43, 43 and 42
+    assert "cannot be cut at input 0, or 43 later" in first
+    assert "128 inputs of a quantized mlp.down_proj cannot be split among 3 ranks equally" in last
+
+
 def test_the_experts_of_gpt_oss_stay_four_bits(tmp_path):
     want = write_gpt_oss(tmp_path)
     decoder = decoder_of(tmp_path)

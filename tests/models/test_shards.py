@@ -13,6 +13,7 @@ from minivllm.core.config import EngineArgs, KVCacheGroup, KVCacheSpec, stage_gr
 from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
 from minivllm.models.linear.layer import Shard
+from minivllm.models.mixers.moe import ExpertLoads, MoE
 from minivllm.models.parallel import Share, Stage, TensorGroup
 
 
@@ -133,13 +134,26 @@ def test_heads_that_do_not_divide_are_padded(name, size, heads, padding):
         attention = decoder.attention_specs(8)[0]
         return logits_of(decoder), held, (attention.num_heads, attention.num_kv_heads)
 
-    results = on_ranks(size, run)
+    expected, results = want(name), on_ranks(size, run)
     for logits, held, mine in results:
-        torch.testing.assert_close(logits, want(name), atol=3e-4, rtol=3e-4)
+        torch.testing.assert_close(logits, expected, atol=3e-4, rtol=3e-4)
         assert torch.equal(logits, results[0][0]) and mine == heads
         assert held == sum(
             math.prod(s) for n, s in shapes.items() if len(s) == 2 and n not in outside and "kv_b" not in n
         )
+
+
+def test_padded_heads_are_quantized_when_they_are_loaded():
+    """A row of zeros has no scale: what comes out is finite, and near what whole weights give."""
+    for method in ("torch_int8", "torch_int4_32"):
+
+        def run(group: ThreadGroup, method=method):
+            return logits_of(make_decoder(hf_model("llama-9-heads"), "sdpa", group=group, linear_method=method))
+
+        exact = want("llama-9-heads")
+        alone = logits_of(make_decoder(hf_model("llama-9-heads"), "sdpa", linear_method=method))
+        for logits in on_ranks(4, run):
+            assert (logits - exact).norm() < 1.2 * (alone - exact).norm()
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(9, 3), (71, 1), (6, 2), (32, 8), (16, 16), (15, 5)])
@@ -162,9 +176,50 @@ def test_ranks_that_hold_whole_experts(name):
         decoder = make_decoder(hf_model(name), "sdpa", group=group)
         return logits_of(decoder), [len(layer.mlp.experts) for layer in decoder.layers if hasattr(layer.mlp, "experts")]
 
+    expected = want(name)
     for logits, experts in on_ranks(2, run, by_expert=True):
-        torch.testing.assert_close(logits, want(name), atol=3e-4, rtol=3e-4)
+        torch.testing.assert_close(logits, expected, atol=3e-4, rtol=3e-4)
         assert set(experts) == {4}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "backend"),
+    [
+        ("mixtral", 2, "sdpa"),
+        ("qwen2-moe", 4, "numba_cpu"),
+        pytest.param("qwen2-moe", 4, "numba_cpu_invariant", marks=pytest.mark.slow),
+        *[pytest.param(*case, "sdpa", marks=pytest.mark.slow) for case in (("deepseek-v3", 4), ("gpt-oss", 2), ("llama4", 2))],
+    ],
+)  # fmt: skip
+def test_tokens_travel_to_experts_and_back(name, size, backend):
+    """Also where a rank has no token: a step of one follows. What is sent is what was computed, and the loads are of all tokens."""
+    spec = spec_from_config(hf_config(name).to_dict())
+    shared = spec.weight_shapes(Share(0, size, True, True)), spec.weight_shapes(Share(0, size, True))
+    assert sum(map(math.prod, shared[0].values())) > sum(map(math.prod, shared[1].values())) or "moe" not in name
+
+    def run(group: ThreadGroup):
+        decoder = make_decoder(hf_model(name), backend, group=group)
+        blocks = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MoE)]
+        loads, paged = ExpertLoads(decoder), PagedDecoder(decoder)
+        loads.switch(True)
+        paged.add("a", PROMPT)
+        logits, seen = [], []
+        for tokens in (30, 10, 1):
+            logits.append(paged.step({"a": tokens})["a"])
+            seen.append([counts.tolist() for _, counts in loads.take()])
+        return torch.cat(logits), blocks, seen, group.bytes, [block.capturable for block in blocks]
+
+    expected, results = want(name), on_ranks(size, run, by_expert=True, all_to_all=True)
+    for logits, blocks, seen, _, capturable in results:
+        torch.testing.assert_close(logits, expected, atol=3e-4, rtol=3e-4)
+        assert torch.equal(logits, results[0][0]) and seen == results[0][2] and not any(capturable)
+        top = blocks[0].spec.router.top_k
+        assert [[sum(counts) for counts in step] for step in seen] == [[n * top] * len(blocks) for n in (30, 10, 1)]
+    hidden, layers = 72 * 4, spec.num_layers
+    travels = sum(2 * n * top * hidden for n in (30, 10, 1)) * len(blocks)
+    gathered = sum(size * -(-n // size) * hidden for n in (30, 10, 1)) * len(blocks)
+    sums = (1 + 2 * layers - len(blocks)) * 41 * hidden * size
+    assert sum(sent for *_, sent, _ in results) == travels + gathered + sums + 41 * -(-264 // size) * 4 * size
 
 
 @pytest.mark.parametrize(
@@ -229,6 +284,10 @@ def test_what_cannot_be_split_is_refused_by_name():
         spec_from_config(hf_config("mixtral").to_dict()).layers[0].mlp.split(Share(0, 3, True))
     with pytest.raises(ValueError, match="enable_expert_parallel needs tensor_parallel_size"):
         EngineArgs(enable_expert_parallel=True)
+    with pytest.raises(ValueError, match="all2all_backend='all_to_all' needs enable_expert_parallel"):
+        EngineArgs(tensor_parallel_size=2, all2all_backend="all_to_all")
+    with pytest.raises(ValueError, match="all2all_backend must be .*allgather_reducescatter.*all_to_all.*'naive'"):
+        EngineArgs(tensor_parallel_size=2, enable_expert_parallel=True, all2all_backend="naive")
     for method in ("draft_model", "eagle", "eagle3"):
         with pytest.raises(ValueError, match=f"method '{method}' is implemented for one rank"):
             EngineArgs(

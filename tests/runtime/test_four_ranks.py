@@ -17,11 +17,13 @@ from ranks import (
     LOOPBACK,
     PROMPTS,
     SIZES,
+    check_all_to_all,
     check_bytes,
     check_that_a_death_reaches_every_waiter,
     listening,
     sharded,
     tokens,
+    write_adapter,
 )
 from tiny_models import TINY_MODELS, tiny_model_path
 
@@ -98,6 +100,14 @@ def test_the_tokens_of_one_rank(name, way, four, tiny_model_path):
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "deepseek-v3"])
+def test_four_ranks_send_tokens_to_experts(name, four, tiny_model_path, tmp_path):
+    """Two of the heads of six are padded."""
+    check_all_to_all(four, tiny_model_path(name), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_speculation_and_structure_on_four_ranks(four, tiny_model_path, tmp_path):
     name = by_four("llama-tied-biased")
     peft_adapter(name, VARIANTS["all-linear"], tmp_path / "one", 1)
@@ -116,10 +126,10 @@ def test_adapters_speculation_and_structure_on_four_ranks(four, tiny_model_path,
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("way", [{"tensor_parallel_size": 3}, {"pipeline_parallel_size": 2}])
+@pytest.mark.parametrize("way", [*({"tensor_parallel_size": n} for n in (2, 3, 4)), {"pipeline_parallel_size": 2}])
 @pytest.mark.parametrize("backend", ["mp", "ray"])
 def test_smollm2_on_several_ranks_gives_the_tokens_of_one(smollm2_path, backend, way):
-    """SmolLM2 has 9 heads, which three ranks can share. With preemption and prefix hits."""
+    """SmolLM2 has 9 heads in 3 groups: two and four ranks pad them. With preemption and prefix hits; bytes as computed."""
     if backend == "ray":
         need_ray()
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -130,8 +140,43 @@ def test_smollm2_on_several_ranks_gives_the_tokens_of_one(smollm2_path, backend,
         found += [tokens(llm, params), tokens(llm, params)]
         metrics = llm.llm_engine.get_metrics()
         assert metrics["num_preemptions"] > 0 and metrics["prefix_cache_hits"] > 0
+        if "tensor_parallel_size" in how:
+            memory = llm.llm_engine.core.executor.collective_rpc("memory")
+            check_bytes(smollm2_path, memory, num_gpu_blocks=7, max_model_len=96)
+            heads = {2: 2, 3: 1, 4: 1}[len(memory)]
+            assert memory[0]["kv_cache"] == 7 * 16 * 30 * 2 * heads * 64 * 4
         llm.close()
     assert found[1:] == found[:-1]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("backend", ["mp", "ray"])
+def test_smollm2_with_padded_heads_takes_adapters_drafts_and_structure(smollm2_path, backend, size, tmp_path):
+    """All at once, in a cache too small for all requests, twice for prefix hits."""
+    if backend == "ray":
+        need_ray()
+    write_adapter(tmp_path / "one", smollm2_path, "_proj")
+    adapters = [LoRARequest("one", 1, str(tmp_path / "one")), None] * 3
+    choice = StructuredOutputsParams(choice=["yes, of course", "no, never"])
+    params = [SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)] * 6
+    params[1] = SamplingParams(temperature=0, max_tokens=20, structured_outputs=choice)
+    changes = {**SIZES, "num_gpu_blocks": 7, "max_model_len": 80, "enable_lora": True}
+    changes["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "dynamic_length": False}
+    found, plain = [], None
+    for how in ({}, {"tensor_parallel_size": size, "distributed_executor_backend": backend}):
+        llm = LLM(str(smollm2_path), **changes, **how)
+        plain = plain or tokens(llm, params)
+        for _ in range(2):
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=adapters)
+            found.append([list(o.outputs[0].token_ids) for o in outputs])
+            assert outputs[1].outputs[0].text in choice.choice
+        metrics = llm.llm_engine.get_metrics()
+        assert min(metrics[name] for name in ("num_preemptions", "prefix_cache_hits")) > 0
+        assert metrics["spec_decode_num_accepted_tokens"] > 0
+        llm.close()
+    assert found[1:] == found[:-1] and found[0] != plain
 
 
 @pytest.mark.slow

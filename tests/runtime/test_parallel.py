@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ranks import (
     LOOPBACK,
     PROMPTS,
     SIZES,
+    check_all_to_all,
     check_bytes,
     check_that_a_death_reaches_every_waiter,
     listening,
@@ -59,6 +61,15 @@ def test_settings(monkeypatch):
         step_timeout()
 
 
+def test_what_is_padded_is_said(tiny_model_path):
+    args = EngineArgs(model=str(tiny_model_path("llama")), **SIZES, tensor_parallel_size=4)
+    plan = plan_engine(args)
+    (said,) = [d for d in plan.config.decisions if d.setting == "tensor_parallel_size"]
+    assert said.value == 4 and said.why.endswith("have zeros: 6 query heads padded to 8 (+33%)")
+    plan = plan_engine(replace(args, tensor_parallel_size=2))
+    assert [d.why for d in plan.config.decisions if d.setting == "tensor_parallel_size"] == ["asked for"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "gpt-oss", "deepseek-v3", "falcon"])
 def test_two_ranks_give_the_tokens_of_one(name, pair, tiny_model_path):
@@ -77,6 +88,12 @@ def test_two_ranks_give_the_tokens_of_one(name, pair, tiny_model_path):
     assert metrics["num_preemptions"] > preempted and metrics["prefix_cache_hits"] > 0
     check_bytes(path, llm.llm_engine.core.executor.collective_rpc("memory"), **changes)
     llm.llm_engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3"])
+def test_two_ranks_send_tokens_to_experts(name, pair, tiny_model_path, tmp_path):
+    check_all_to_all(pair, tiny_model_path(name), tmp_path)
 
 
 @pytest.mark.slow

@@ -121,13 +121,11 @@ class Shard(NamedTuple):
     def of(self, part: str, length: int) -> list[tuple[int, int, int]]:
         """(start, length, room) of what this rank has of each piece of a part, along a dimension of this length."""
         pieces = self.pieces.get(part) or (Share(self.rank, self.size).piece(length),)
-        whole, before, found = sum(piece.count for piece in pieces), 0, []
-        for count, start, n, room in pieces:
-            found.append((before + start, n, room))
-            before += count
-        return [
-            (a * length // whole, n * length // whole, r * length // whole) for a, n, r in found
-        ]  # packed: several outputs in a number
+        every, before, found = sum(piece.total for piece in pieces), 0, []
+        for total, start, n, room in pieces:  # packed: several outputs in a number
+            found.append(((before + start) * length // every, n * length // every, room * length // every))
+            before += total
+        return found
 
     def cut(self, part: str, tensor: Tensor, dim: int) -> Tensor:
         """What this rank has of a tensor of a part, whose dimension `dim` is the one that is cut; zeros where it lacks some."""

@@ -63,7 +63,7 @@ class LatentAttentionSpec(TokenMixerSpec):
         mine = share.piece(self.num_heads)
         q = "self_attn.q_proj" if self.q_rank is None else "self_attn.q_b_proj"
         splits = {"q": Split("outputs", {q: (mine,)}), "o": Split("inputs", {"self_attn.o_proj": (mine,)})}
-        sizes = {"query heads": (mine.count, mine.room * share.size)}
+        sizes = {"query heads": (mine.total, mine.room * share.size)}
         return SplitBlock(replace(self, num_heads=mine.room), splits, sizes)
 
     def vectors(self) -> dict[str, int]:

@@ -62,7 +62,7 @@ class GatedMLPSpec(MixerSpec):
 
 
 def _sizes(mine: Piece, share: Share) -> dict[str, tuple[int, int]]:
-    return {"numbers inside the MLP": (mine.count, mine.room * share.size)}
+    return {"numbers inside the MLP": (mine.total, mine.room * share.size)}
 
 
 class _Activated(Mixer):

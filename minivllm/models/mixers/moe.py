@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.module import ModuleList, capture_problem, generation
@@ -125,7 +126,8 @@ class MoESpec(MixerSpec):
         return [numbered(self.expert, e) for e in range(first, first + count)]
 
     def split(self, share: Share) -> SplitBlock:
-        """See `MixerSpec`. A rank has a part of every expert, or with `by_expert` some experts; the router is on all."""
+        """See `MixerSpec`. A rank has a part of every expert, or with `by_expert` some experts; the router is on all, and with
+        `all_to_all` the shared expert is, too."""
         blocks, local = {}, self
         if share.by_expert:
             count = share.divide("experts", self.num_experts)
@@ -134,7 +136,7 @@ class MoESpec(MixerSpec):
         else:
             blocks["expert"] = self.expert.split(share)
         if self.shared is not None:
-            blocks["shared"] = self.shared.split(share)
+            blocks["shared"] = SplitBlock(self.shared, {}) if share.all_to_all else self.shared.split(share)
         return SplitBlock(replace(local, **{name: block.spec for name, block in blocks.items()}), blocks)
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
@@ -165,6 +167,7 @@ class MoE(Mixer):
         experts: one block for each.
         stacked: gate-up [E, 2 n, hidden_size] and down [E, hidden_size, n] of all experts, where one grouped matmul
             computes them; the experts' own weights are views of them. Not used while an expert computes anything else.
+        all2all: the ranks, if each sends its part of the tokens to those of their experts; None if a rank computes with all tokens.
         loads: gets the number of tokens of each expert, int64 [E], of every call; None while no one wants to know.
     """
 
@@ -174,8 +177,11 @@ class MoE(Mixer):
 
     @property
     def capturable(self) -> bool:  # type: ignore[override]
-        """Whether no number of rows is asked for on the host: only by grouped matmuls, and before Hopper torch asks for them even there."""
-        fast = self.stacked and torch.cuda.get_device_capability(self.stacked[0].device) >= (9, 0)
+        """Whether no number of rows is asked for on the host: only by grouped matmuls, and before Hopper torch asks for them even there.
+        Nor where tokens travel: how many is what the ranks must know before they send them."""
+        fast = (
+            self.all2all is None and self.stacked and torch.cuda.get_device_capability(self.stacked[0].device) >= (9, 0)
+        )
         return bool(fast and self._grouped_linears())
 
     def __init__(self, spec: MoESpec, builder: Builder) -> None:
@@ -183,6 +189,7 @@ class MoE(Mixer):
         own = replace(builder, linear_method=plain, dtype=torch.float32 if spec.router.float32 else builder.dtype)
         super().__init__(spec, own)
         self.ranks = builder.group
+        self.all2all = self.ranks if builder.share.all_to_all else None
         self.experts = ModuleList(build_mixer(expert, builder.inner("expert")) for expert in spec.experts)
         self.shared = None if spec.shared is None else build_mixer(spec.shared, builder.inner("shared"))
         self.correction: Tensor | None = None
@@ -196,17 +203,28 @@ class MoE(Mixer):
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden_size] to the same shape."""
         weights, ids = self.route(x)
+        gate = self._sigmoid(self.shared_gate(x)) if self.spec.shared_gate else None
+        if self.all2all is None:
+            total = self._visit(x, weights, ids, gate)
+            return total if self.ranks is None else self.ranks.all_reduce(total)
+        return self._dispatched(x, weights, ids, gate)
+
+    def _visit(
+        self, x: Tensor, weights: Tensor, ids: Tensor, gate: Tensor | None, table: Tensor | None = None
+    ) -> Tensor:
+        """What tokens [T, hidden_size] get from experts that are here and from the shared one; of a `table`, see `_exchange`, from all."""
         first, here = self.spec.held or (0, self.spec.num_experts)
+        first = first if table is None else 0
         order = (ids - first) % self.spec.num_experts if first else ids  # the experts that are here come first
         rows, places, counts = self.ops.moe_permute(x, order, self.spec.num_experts)
         if self.loads is not None:
-            self.loads.append(counts.roll(first))
+            self.loads.append(counts.roll(first) if table is None else table.sum(0))
         if self.spec.router.on_input:
             factors = torch.empty_like(weights).flatten().index_copy_(0, places.flatten(), weights.flatten())
             rows, weights = rows * factors[:, None].to(x.dtype), torch.ones_like(weights)
-        total = self.ops.moe_unpermute(self._by_expert(rows, counts[:here]), places, weights)
-        total = total if self.shared is None else total + self._shared(x)
-        return total if self.ranks is None else self.ranks.all_reduce(total)
+        out = self._by_expert(rows, counts[:here]) if table is None else self._exchange(rows, table)
+        total = self.ops.moe_unpermute(out, places, weights)
+        return total if self.shared is None else total + (self.shared(x) if gate is None else self.shared(x) * gate)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights, float32 [T, top_k], and experts, int64 [T, top_k], of tokens [T, hidden_size]."""
@@ -217,11 +235,6 @@ class MoE(Mixer):
     def _sigmoid(self, x: Tensor) -> Tensor:
         by_row = self.ops.batch_invariant and x.device.type == "cpu"  # see `TorchOps.gated_linear`
         return torch.stack([row.sigmoid() for row in x]) if by_row else x.sigmoid()
-
-    def _shared(self, x: Tensor) -> Tensor:
-        assert self.shared is not None
-        out: Tensor = self.shared(x)
-        return out if self.spec.shared_gate is None else out * self._sigmoid(self.shared_gate(x))
 
     def _by_expert(self, x: Tensor, counts: Tensor) -> Tensor:
         """The experts' outputs of rows that are sorted by expert. counts: int64, rows of each expert that is here; zeros of the others."""
@@ -235,6 +248,35 @@ class MoE(Mixer):
         here, out = int(counts.sum()), torch.zeros_like(x)
         out[:here] = self._by_expert_here(x[:here], counts)
         return out
+
+    def _dispatched(self, x: Tensor, weights: Tensor, ids: Tensor, gate: Tensor | None) -> Tensor:
+        """What tokens [T, hidden_size] get, of which each rank sends every `size`-th to its experts."""
+        assert self.all2all is not None
+        rank, size = self.all2all.share[:2]
+        by_rank = torch.arange(len(x), device=x.device)[:, None] % size * self.spec.num_experts + ids
+        table = by_rank.flatten().bincount(minlength=size * self.spec.num_experts).view(size, -1)
+        mine = slice(rank, None, size)
+        gate = None if gate is None else gate[mine]
+        total = self._visit(x[mine].contiguous(), weights[mine], ids[mine], gate, table)
+        total = F.pad(total, (0, 0, 0, -(-len(x) // size) - len(total)))
+        return self.all2all.all_gather(total).view(-1, x.shape[1])[: len(x)]  # row by row, a token of each rank
+
+    def _exchange(self, rows: Tensor, table: Tensor) -> Tensor:
+        """Outputs of rows that go to the ranks of their experts (dispatch), and come back (combine).
+
+        table: int64 [ranks, num_experts], how many rows each rank has for each expert.
+        """
+        assert self.all2all is not None
+        rank, size = self.all2all.share[:2]
+        counts = table.view(size, size, -1)  # from, to, expert
+        there, here = torch.stack((counts[rank], counts[:, rank])).sum(2).tolist()
+        came, mine = self.all2all.all_to_all(rows, there, here), counts[:, rank]  # by rank, and of a rank by expert
+        out = torch.empty_like(came)
+        if len(came):
+            order = torch.arange(mine.numel(), device=rows.device) % mine.shape[1]
+            order = order.repeat_interleave(mine.flatten()).argsort(stable=True)
+            out[order] = self._by_expert_here(came[order], mine.sum(0))
+        return self.all2all.all_to_all(out, here, there)
 
     def _by_expert_here(self, x: Tensor, counts: Tensor) -> Tensor:
         if grouped := self._grouped_linears():

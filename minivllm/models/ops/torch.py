@@ -76,7 +76,7 @@ class TorchOps(LayerOps):
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
         function = ACTIVATIONS[activation]
-        if self.batch_invariant and x.device.type == "cpu":
+        if self.batch_invariant and x.device.type == "cpu" and len(x):
             # on all rows at once, a vectorised function splits them among threads, and rounds the last few numbers of
             # each thread's share with other instructions than the rest
             return torch.stack([function(row) for row in x])

@@ -181,7 +181,7 @@ class Worker:
         """The ranks of this one's stage. All ranks make all groups, as torch wants it."""
         size = args.tensor_parallel_size
         groups = [dist.new_group(list(range(at, at + size))) for at in range(0, self.size, size)]
-        share, group = Share(self.rank % size, size, args.enable_expert_parallel), groups[self.rank // size]
+        share, group = Share(self.rank % size, size, *args.expert_sharing), groups[self.rank // size]
 
         def exchange(handle: bytes) -> list[bytes]:
             handles: list[Any] = [None] * size
@@ -245,8 +245,8 @@ class Worker:
             assert self.runner is not None
             self.spans.watch(self.runner, "execute_model", "step")
             if self.group is not None:
-                self.spans.watch(self.group, "all_reduce", "all_reduce")
-                self.spans.watch(self.group, "all_gather", "all_gather")
+                for join in ("all_reduce", "all_gather", "all_to_all"):
+                    self.spans.watch(self.group, join, join)
             if self.stage.before >= 0:
                 self.spans.watch(self.stage, "receive", "receive")
             if not self.stage.is_last:
