@@ -41,7 +41,7 @@ SCHEMA = {
         "rollback": "num_rejected",
         "lora_load": "adapter slot",
         "lora_evict": "adapter slot",
-        "verify": "drafts",
+        "verify": "drafts step",
         "encode": "request modality identifier num_embeds",
         "encoder_evict": "identifier",
         "experts": "step loads",
@@ -53,7 +53,7 @@ SCHEMA = {
         "kv_release": "owner blocks",
     }.items()
 }
-_OPTIONAL = {"update": (None,)}
+_OPTIONAL = {"update": (None,), "verify": (None,)}
 EVENTS: dict[str, Any] = {  # a NamedTuple per kind: `kind`, then the fields
     kind: namedtuple(kind, ("kind", *fields), defaults=_OPTIONAL.get(kind, ())) for kind, fields in SCHEMA.items()
 }

@@ -63,7 +63,7 @@ def decode_event(values: list[Any]) -> Event:
     if kind == "draft":
         return (kind, {name: tuple(tokens) for name, tokens in values[1].items()})
     if kind == "verify":
-        return (kind, {name: _freeze(values) for name, values in values[1].items()})
+        return (kind, {name: _freeze(about) for name, about in values[1].items()}, *values[2:])
     if kind == "update":
         return (kind, values[1], {name: tuple(tokens) for name, tokens in values[2].items()}, *values[3:])
     return tuple(v if isinstance(v, dict) else _freeze(v) for v in values)

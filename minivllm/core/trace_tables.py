@@ -185,7 +185,8 @@ class _Collector(FoldReader):
             first = self.fold.now.requests[request].num_tokens
             self.tokens += [(request, position, token, step, time) for position, token in enumerate(new, first)]
 
-    def _on_verify(self, drafts: dict[str, Any]) -> None:
+    def _on_verify(self, drafts: dict[str, Any], step: int | None = None) -> None:
+        step = self.number if step is None else step
         for request, (tokens, accepted, after, odds) in drafts.items():
             first = self.fold.now.requests[request].num_tokens
             for place, token in enumerate(tokens):
@@ -193,7 +194,7 @@ class _Collector(FoldReader):
                 outcome = "accepted" if place < accepted else reached
                 p, q, rest = odds[place] if place < len(odds) else (None, None, None)
                 instead = after if outcome == "rejected" else None
-                self.drafts.append((request, self.number, first + place, place, token, outcome, p, q, instead, rest))
+                self.drafts.append((request, step, first + place, place, token, outcome, p, q, instead, rest))
 
     def _on_attributes(self, request: str, values: dict[str, Any]) -> None:
         for name, modality, _, first, length, mask, *_ in values.get("mm_features", ()):

@@ -190,7 +190,8 @@ class ModelRunner:
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
         self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         speculative = config.speculative
-        self.drafter = None if speculative is None else self._make_drafter(speculative)
+        self.drafter = self._make_drafter(speculative) if speculative and model.stage.is_last else None
+        self._awaited: dict[str, tuple[int, int]] = {}  # see `learn`: the step whose tokens are awaited, and its drafts
         self._states: tuple[StepInputs, Tensor] | None = None  # hidden states of the last step, for a proposer
         self.pooler = Pooler(model.pooling_head, config.model.pooling.activation)
         self.media = EncoderOutputs(encoder, model.dtype, self.device)
@@ -351,7 +352,8 @@ class ModelRunner:
             hidden = self._keep_states(self.drafter, step, hidden)
         if not self.model.stage.is_last:
             self.batch.num_computed[step.rows] += step.counts
-            self.batch.append_tokens(step.rows[chosen], ~step.rows[chosen])  # `learn` will name them
+            for name in (step.request_ids[i] for i in chosen):
+                self._awaited[name] = output.step, len(guesses.get(name, ()))
             return pending
         if self._prompt_done:
             self._compute_prompt_logprobs(step, hidden, pending.output)
@@ -383,12 +385,18 @@ class ModelRunner:
         result.finished_sending, result.finished_recving = connector.end_transfers(sends, output.finished, idle)
         result.invalid_block_ids |= connector.get_block_ids_with_load_errors()
 
-    def learn(self, tokens: Mapping[str, list[int]]) -> None:
-        """Store the newest token of each request, which the last pipeline stage has sampled. For the stages before it."""
-        for request_id, new in tokens.items():
-            if (row := self.batch.row_of.get(request_id)) is not None:
-                rows = np.array([row])
-                self.batch.set_tokens(rows, self.batch.num_tokens[rows] - 1, np.array(new[-1:]))
+    def learn(self, sampled: Sequence[tuple[int, Mapping[str, list[int]]]]) -> None:
+        """Store what the last pipeline stage has sampled. For the stages before it.
+
+        Args:
+            sampled: (step, tokens by request). Those of a request that has lost its row since are passed over.
+        """
+        for step, tokens in sampled:
+            for request_id, new in tokens.items():
+                awaited, drafts = self._awaited.get(request_id, (None, 0))
+                if awaited == step:
+                    del self._awaited[request_id]
+                    self.batch.accept(request_id, drafts, new)
 
     def _update_rows(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         if self.drafter is not None:
@@ -399,6 +407,7 @@ class ModelRunner:
                 self.drafter.finish(request_id, [] if view is None else list(view.output_token_ids))
         for request_id in (*output.preempted, *output.finished):
             self.batch.drop(request_id)
+            self._awaited.pop(request_id, None)
             self.media.features.pop(request_id, None)
             if self.mrope is not None:
                 self.mrope.drop(request_id)

@@ -209,9 +209,10 @@ class TimelineReader(FoldReader):
         for name, new in tokens.items():
             self.lives[name].output += len(new)
 
-    def _on_verify(self, drafts: dict[str, Any]) -> None:
+    def _on_verify(self, drafts: dict[str, Any], step: int | None = None) -> None:
+        at = self.step if step is None else self.step - (self._number - step)
         for name, (tokens, accepted, *_) in drafts.items():
-            self.drafts.append((self.step, self.lives[name].number, len(tokens), accepted))
+            self.drafts.append((at, self.lives[name].number, len(tokens), accepted))
 
     def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
         reason = self._code("arrived") if self.step >= 0 else 0
