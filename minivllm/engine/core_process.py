@@ -25,7 +25,7 @@ from minivllm.engine.llm_engine import LLMEngine, load_tokenizer, warm_up
 from minivllm.engine.wire import Channel, from_columns, in_columns
 from minivllm.lora.adapter import AdapterError
 from minivllm.runtime.executor import read_model
-from minivllm.runtime.weights import Weights, as_path
+from minivllm.runtime.weights import Function, Weights, as_path, pack_function
 from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
 
@@ -182,6 +182,7 @@ class RemoteCore:
 
     grammar: GrammarCompiler | None = None
     asleep: Mapping[str, str] = MappingProxyType({})  # see `EngineCore.missing`; of one core
+    collective_rpc: Callable[..., list[Any]]
 
     @property
     def scheduler(self) -> Any:
@@ -198,9 +199,9 @@ class RemoteCore:
         assert self.grammar is not None
         return self.grammar.submit(params)
 
-    def apply_model(self, function: Any) -> list[Any]:
-        """Raises EngineProcessError."""
-        raise EngineProcessError('a function cannot cross to an engine in another process; use engine_in="thread"')
+    def apply_model(self, function: Function) -> list[Any]:
+        """See `EngineCore.apply_model`. What the function returns must be able to cross, see `engine.wire`."""
+        return self.collective_rpc("apply_model", args=(pack_function(function),))
 
     def watch(self, callback: Callable[[], None]) -> None:
         """There is no need: a file becomes readable, see `fileno`."""

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import hf_model, randomise, save_tiny_model
 
 from minivllm.core.config import EngineArgs
+from minivllm.core.module import capture_problem
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.engine.core_process import EngineProcessError
 from minivllm.engine.llm import LLM
 from minivllm.models.loading import SINGLE
 from minivllm.runtime import weights
@@ -343,8 +343,10 @@ def test_requests_wait_while_the_engine_sleeps(place, two):
         assert list(output.outputs[0].token_ids) == want and output.weight_version == 1
         assert await engine.collective_rpc("has_weights") == [True]
         if place == "process":
-            with pytest.raises(EngineProcessError, match="cannot cross"):
-                await engine.apply_model(len)
+            assert await engine.apply_model(capture_problem) == [None]
+            for function, words in ((lambda model: 1, "by its module and name"), (copy.copy, "cannot cross")):
+                with pytest.raises((TypeError, ValueError), match=words):
+                    await engine.apply_model(function)
 
     engine = AsyncLLM.from_engine_args(EngineArgs(model=two[0], **SIZES), engine_in=place)
     try:
