@@ -100,7 +100,9 @@ class ExternalExecutor(ExecutorBase):
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         args = self.config.args
         result, samples = self.worker.execute_model(output, self._sampled)
-        if args.pipeline_parallel_size > 1:
+        if (
+            args.pipeline_parallel_size > 1 or args.speculative is not None
+        ):  # how many drafts pay, each rank measures for itself
             box = [(result, samples)]
             dist.broadcast_object_list(box, src=args.world_size - args.tensor_parallel_size)
             result, samples = box[0]
