@@ -6,10 +6,15 @@ import socket
 from dataclasses import replace
 
 import pytest
+import torch
+from adapters import VARIANTS, peft_adapter
+from ranks import GREEDY, PROMPTS, SIZES
+from safetensors.torch import load_file
 from tiny_models import tiny_model_path
 
 from minivllm.core.clock import WallClock
 from minivllm.core.config import EngineArgs
+from minivllm.core.module import capture_problem
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.ray_cluster import cluster_folder
 from minivllm.core.request import FinishReason, Request
@@ -18,7 +23,9 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.core_process import EngineProcessError
 from minivllm.engine.data_parallel import DataParallelCore, replica_args, replica_environment
 from minivllm.engine.llm import LLM
-from minivllm.sampling.params import SamplingParams
+from minivllm.lora.adapter import LoRARequest
+from minivllm.models.loading import SINGLE
+from minivllm.sampling.params import SamplingParams, StructuredOutputsParams
 
 __all__ = ["tiny_model_path"]
 
@@ -247,3 +254,60 @@ def test_two_real_replicas_give_the_tokens_of_one(backend, tiny_model_path):
 
     asyncio.run(main())
     assert issubclass(EngineProcessError, RuntimeError)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3"])
+@pytest.mark.parametrize("backend", ["mp", "ray"])
+def test_two_replicas_of_two_families(name, backend, tiny_model_path, tmp_path):
+    """With preemption, prefix hits, an adapter, drafts and a structure; then other weights, sleep, and a function of the models."""
+    if backend == "ray":
+        pytest.importorskip("ray", reason="needs Ray: pip install 'minivllm[scale]'")
+    path, blocks = str(tiny_model_path(name)), 17 if name == "gemma3" else 9
+    peft_adapter(name, VARIANTS["all-linear"], tmp_path / "one", 1)
+    state = {key: 0.5 * torch.roll(tensor, 1, 0) for key, tensor in load_file(f"{path}/{SINGLE}").items()}
+    sizes = {**SIZES, "num_gpu_blocks": blocks, "max_model_len": 128, "enable_lora": True}
+    sizes |= {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "dynamic_length": False}}
+    choice = StructuredOutputsParams(choice=["yes, of course", "no, never"])
+    params = [SamplingParams(temperature=0, max_tokens=20, structured_outputs=choice), *[GREEDY] * 7]
+    prompts = ["Is it so?", *PROMPTS[:3], *PROMPTS[:4]]
+    adapters = [None, None, *[LoRARequest("one", 1, str(tmp_path / "one"))] * 3, None, None, None]
+    with LLM(path, **sizes | {"num_gpu_blocks": 100}) as llm:
+        ask = {"use_tqdm": False, "lora_request": adapters}
+        old = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, **ask)]
+        llm.load_weights(state.items())
+        new = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, **ask)]
+    assert old != new
+
+    async def main(engine: AsyncLLM) -> None:
+        async def one(i: int) -> list[int]:
+            async for output in engine.generate(prompts[i], params[i], lora_request=adapters[i]):
+                last = output
+            return list(last.outputs[0].token_ids)
+
+        async def all_tokens() -> list[list[int]]:
+            return await asyncio.gather(*map(one, range(len(prompts))))
+
+        assert await all_tokens() == old and await all_tokens() == old
+        stats = [core.get_stats() for core in engine.llm_engine.core.cores]
+        for what in ("num_preemptions", "prefix_cache_hits", "spec_decode_num_draft_tokens"):
+            assert all(one[what] > 0 for one in stats), (what, [one[what] for one in stats])
+        assert await engine.load_weights(state.items()) == 1 and await all_tokens() == new
+        await engine.sleep(level=2)
+        assert await engine.is_sleeping()
+        assert await engine.load_weights() == 2
+        await engine.wake_up()
+        assert await all_tokens() == old
+        await engine.sleep()
+        await engine.wake_up()
+        assert await all_tokens() == old
+        assert await engine.apply_model(capture_problem) == ["SDPABackend is not declared capturable"] * 2
+
+    args = EngineArgs(model=path, data_parallel_size=2, distributed_executor_backend=backend, **sizes)
+    engine = AsyncLLM.from_engine_args(args, engine_in="process", router=RoundRobin())
+    try:
+        asyncio.run(main(engine))
+    finally:
+        engine.shutdown()
+    assert cluster_folder() is None
