@@ -191,7 +191,6 @@ class ModelRunner:
         self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         speculative = config.speculative
         self.drafter = self._make_drafter(speculative) if speculative and model.stage.is_last else None
-        self._awaited: dict[str, tuple[int, int]] = {}  # see `learn`: the step whose tokens are awaited, and its drafts
         self._states: tuple[StepInputs, Tensor] | None = None  # hidden states of the last step, for a proposer
         self.pooler = Pooler(model.pooling_head, config.model.pooling.activation)
         self.media = EncoderOutputs(encoder, model.dtype, self.device)
@@ -352,8 +351,7 @@ class ModelRunner:
             hidden = self._keep_states(self.drafter, step, hidden)
         if not self.model.stage.is_last:
             self.batch.num_computed[step.rows] += step.counts
-            for name in (step.request_ids[i] for i in chosen):
-                self._awaited[name] = output.step, len(guesses.get(name, ()))
+            self.batch.awaited |= {(n := step.request_ids[i]): (output.step, len(guesses.get(n, ()))) for i in chosen}
             return pending
         if self._prompt_done:
             self._compute_prompt_logprobs(step, hidden, pending.output)
@@ -393,9 +391,9 @@ class ModelRunner:
         """
         for step, tokens in sampled:
             for request_id, new in tokens.items():
-                awaited, drafts = self._awaited.get(request_id, (None, 0))
+                awaited, drafts = self.batch.awaited.get(request_id, (None, 0))
                 if awaited == step:
-                    del self._awaited[request_id]
+                    del self.batch.awaited[request_id]
                     self.batch.accept(request_id, drafts, new)
 
     def _update_rows(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
@@ -407,7 +405,6 @@ class ModelRunner:
                 self.drafter.finish(request_id, [] if view is None else list(view.output_token_ids))
         for request_id in (*output.preempted, *output.finished):
             self.batch.drop(request_id)
-            self._awaited.pop(request_id, None)
             self.media.features.pop(request_id, None)
             if self.mrope is not None:
                 self.mrope.drop(request_id)
