@@ -426,7 +426,7 @@ class Decoder(Module):
         for name, tensor in self.spec.unpacked(self._usable(weights)):
             if self.spec.tie_word_embeddings and name in (n.head, n.embedding):
                 tied[name] = tensor
-            if name in optional and not (tensor.numel() == 1 and float(tensor) > 0):
+            if name in optional and not (isinstance(tensor, Tensor) and tensor.numel() == 1 and float(tensor) > 0):
                 raise ValueError(f"{self.spec.family}: {name!r} must be one number above 0")
             if name.endswith(".rotary_emb.inv_freq") or name in optional or (name == n.head and name in tied):
                 continue
