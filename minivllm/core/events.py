@@ -51,6 +51,7 @@ SCHEMA = {
         "kv_arrive": "request num_computed",
         "kv_keep": "request blocks",
         "kv_release": "owner blocks",
+        "route": "request time replica candidates reason",
     }.items()
 }
 _OPTIONAL = {"update": (None,), "verify": (None,)}
@@ -205,7 +206,7 @@ class Fold(EventReader):
 
     _on_attributes = _on_step = _on_wait = _on_chunk = _on_draft = _on_verify = _on_note = _on_order = (
         _on_policy_error
-    ) = _on_experts = _on_kv_load = _on_kv_save = _ignore
+    ) = _on_experts = _on_kv_load = _on_kv_save = _on_route = _ignore
 
     def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
         output = fields[5]

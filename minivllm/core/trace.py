@@ -206,7 +206,7 @@ class Trace(Recording):
         return names
 
     def to_pandas(self) -> dict[str, Any]:
-        """Tidy tables `steps`, `requests`, `blocks`, `tokens`, `decisions` and `spec_decode`: see `minivllm.core.trace_tables`."""
+        """Tidy tables `steps`, `requests`, `blocks`, `tokens`, `decisions`, `routes` and `spec_decode`: see `minivllm.core.trace_tables`."""
         return trace_tables.tables(self)
 
     def save(self, path: Any, drop_samples: bool = False) -> None:
@@ -277,7 +277,7 @@ class TraceError(ValueError):
     """A trace that contradicts itself. Says at which event."""
 
 
-_OF_A_REQUEST = frozenset(kind for kind, fields in SCHEMA.items() if fields[:1] == ("request",)) - {"add", "finish"}
+_OF_A_REQUEST = {kind for kind, fields in SCHEMA.items() if fields[:1] == ("request",)} - {"add", "finish", "route"}
 
 
 def _too_early(state: State, gained: dict[str, tuple[int, ...]], step: int | None = None) -> str | None:
@@ -361,6 +361,9 @@ def _blocks(event: Any) -> str:
 
 
 _TOLD: dict[str, Callable[[Any], str]] = {
+    "route": lambda e: (
+        f"was sent to replica {e.replica} of {len(e.candidates)}: {e.reason or 'the router gave no reason'}"
+    ),
     "add": lambda e: f"arrived with {e.num_prompt} prompt tokens",
     "attributes": lambda e: "asked for " + ", ".join(f"{name}={value!r}" for name, value in e.values.items()),
     "wait": lambda e: f"waited: {REASONS.get(e.reason, e.reason)}",

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from minivllm.core.clock import WallClock
 from minivllm.core.config import EngineArgs, EngineConfig
+from minivllm.core.events import Event
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.plugins import load_plugins
 from minivllm.core.request import FinishReason, Request
@@ -105,6 +106,8 @@ class EngineCoreProc:
                 return [EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(error))]
         elif kind == "prefetch_lora":
             self.core.prefetch_lora(*what)
+        elif kind == "note":
+            self.core.note(tuple(what[0]))
         elif kind == "abort":
             self.core.abort(what[0])
         elif kind == "check":
@@ -215,21 +218,23 @@ class EngineCoreClient(RemoteCore):
 
     ``options``: see `LLMEngine.from_engine_args`; objects that would have to cross (policies, transforms) cannot.
     ``warm``: whether to rehearse first, see `llm_engine.warm_up`. ``environment``: what the process has besides this one's.
+    ``clock``: to share with other engines; None for a new one.
 
     Raises:
         ValueError, ...: what loading the model raises there. TypeError: an option that cannot cross. EngineProcessError.
     """
 
     def __init__(
-        self, args: EngineArgs, *, warm: bool = False, environment: Mapping[str, str] | None = None, **options: Any
-    ) -> None:
+        self, args: EngineArgs, *, warm: bool = False, environment: Mapping[str, str] | None = None,
+        clock: WallClock | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         for name, value in options.items():
             if not (value is None or value == () or isinstance(value, str)):
                 raise TypeError(
                     f"{name}: an object cannot be handed to an engine in another process, got {type(value).__name__};"
                     ' use engine_in="thread"'
                 )
-        self.clock = WallClock()
+        self.clock = clock or WallClock()
         self._stats: dict[str, float] = {}
         self._sent = 0
         self._born: dict[str, int] = {}
@@ -262,6 +267,10 @@ class EngineCoreClient(RemoteCore):
             )
         self._send("add", request)
         self._born[request.request_id] = self._sent
+
+    def note(self, event: Event) -> None:
+        """See `EngineCore.note`."""
+        self._send("note", list(event))
 
     def abort(self, request_ids: Any) -> list[str]:
         """End requests in any state; unknown ids are passed over. Returns those that had not ended."""

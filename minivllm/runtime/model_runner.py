@@ -284,8 +284,8 @@ class ModelRunner:
         )  # memory of a GPU is elsewhere now: what was captured of it is thrown away
 
     def check_weights(self, weights: Weights) -> None:
-        """Raises what `load_weights` raises before it changes anything; see `open_weights`."""
-        open_weights(self.model, self.config.args, weights)
+        """Raises what is wrong with them, before anything has changed; reads them all. See `open_weights`, `Decoder.check_weights`."""
+        self.model.check_weights(open_weights(self.model, self.config.args, weights))
 
     def load_weights(self, weights: Weights) -> None:
         """Fill all weights anew; see `runtime.weights`. Adapters and draft layers (MTP and EAGLE heads, too) stay as they are."""

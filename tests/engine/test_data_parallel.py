@@ -19,7 +19,9 @@ from minivllm.core.output import EngineCoreOutput
 from minivllm.core.ray_cluster import cluster_folder
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.routing import LeastLoaded, RoundRobin
+from minivllm.core.trace import Trace
 from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.core import next_version
 from minivllm.engine.core_process import EngineProcessError
 from minivllm.engine.data_parallel import DataParallelCore, replica_args, replica_environment
 from minivllm.engine.llm import LLM
@@ -36,7 +38,7 @@ class FakeCore:
     config, generation_config, asleep = None, {}, {}
 
     def __init__(self, number: int) -> None:
-        self.number, self.clock, self.asked, self.ready = number, WallClock(), [], []
+        self.number, self.clock, self.asked, self.ready, self.noted = number, WallClock(), [], [], []
         self.ours, self.theirs = socket.socketpair()
 
     def fileno(self) -> int:
@@ -50,6 +52,9 @@ class FakeCore:
         if request.num_prompt_tokens > 50:
             raise ValueError("too long")
         self.asked.append(("add", request.request_id))
+
+    def note(self, event) -> None:
+        self.noted.append(event)
 
     def abort(self, ids: list[str]) -> list[str]:
         self.asked.append(("abort", *ids))
@@ -90,7 +95,7 @@ def test_requests_go_where_the_router_says_and_their_ends_are_counted(front):
         front.add_request(request(name))
     assert a.asked == [("add", "w"), ("add", "y")] and b.asked == [("add", "x"), ("add", "z")]
     assert [(r.num_requests, r.num_tokens) for r in front.replicas] == [(2, 6), (2, 6)]
-    assert not front.has_requests()
+    assert not front.has_requests() and not a.noted and [event.replica for event in front.decisions] == [0, 1, 0, 1]
     b.produce(token("x"), token("z", last=True))
     a.produce(token("w", last=True))
     assert front.has_requests() and {o.request_id for o in front.step()} == {"w", "x", "z"}
@@ -150,7 +155,7 @@ class Sleeper(FakeCore):
     def load_weights(self, weights: str, version: int | None, mode: str) -> int:
         if self.refused == "load":
             raise ValueError("lacks a tensor")
-        self.version = self.version + 1 if version is None else version
+        self.version = next_version(version, self.version)
         return self.version
 
 
@@ -171,6 +176,9 @@ def test_all_replicas_sleep_or_none_and_all_have_one_version():
         front.load_weights("x")
     assert (a.version, b.version) == (1, 0) and front.get_stats()["weight_version"] == 0
     b.refused = ""
+    with pytest.raises(ValueError, match="from 1 on"):
+        front.load_weights("x", version=0)
+    assert (a.version, b.version) == (1, 0)
     assert front.load_weights("x") == 2 == a.version == b.version == front.get_stats()["weight_version"]
     front.sleep()
     with pytest.raises(RuntimeError, match=r"it needs kv_cache by wake_up\(\)"):
@@ -218,8 +226,8 @@ def test_one_engine_refuses_to_be_several():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, pytest.param("ray", marks=pytest.mark.long)])
-def test_two_real_replicas_give_the_tokens_of_one(backend, tiny_model_path):
-    """By Ray, each has two ranks, and one cluster serves both."""
+def test_two_real_replicas_give_the_tokens_of_one(backend, tiny_model_path, tmp_path):
+    """By Ray, each has two ranks, and one cluster serves both. The traces of the replicas tell of the router, on one clock."""
     if backend == "ray":
         pytest.importorskip("ray", reason="needs Ray: pip install 'minivllm[scale]'")
     path = str(tiny_model_path("llama"))
@@ -234,6 +242,7 @@ def test_two_real_replicas_give_the_tokens_of_one(backend, tiny_model_path):
         ranks = {"distributed_executor_backend": backend, "tensor_parallel_size": 2 if backend else 1}
         args = EngineArgs(model=path, data_parallel_size=2, **ranks, **sizes)
         engine = AsyncLLM.from_engine_args(args, engine_in="process", router=RoundRobin())
+        await engine.record_to(str(tmp_path / "run.jsonl"))
 
         async def one(prompt: str) -> str:
             async for output in engine.generate(prompt, greedy):
@@ -243,7 +252,7 @@ def test_two_real_replicas_give_the_tokens_of_one(backend, tiny_model_path):
         assert await asyncio.gather(*map(one, prompts)) == want
         front = engine.llm_engine.core
         assert all(core.get_stats()["num_steps"] > 0 for core in front.cores)
-        assert [(replica, why) for _, _, replica, why in front.decisions] == [(i % 2, "its turn") for i in range(6)]
+        assert [(event.replica, event.reason) for event in front.decisions] == [(i % 2, "its turn") for i in range(6)]
         front.cores[1].process.kill()
         with pytest.raises(Exception, match="was killed by SIGKILL"):
             for prompt in prompts:
@@ -253,6 +262,13 @@ def test_two_real_replicas_give_the_tokens_of_one(backend, tiny_model_path):
         assert cluster_folder() is None
 
     asyncio.run(main())
+    trace = Trace.load(tmp_path / "run-0.jsonl")
+    trace.check()
+    sent = [event for event in trace if event.kind == "route"]
+    added = {event.request: event.arrival for event in trace if event.kind == "add"}
+    assert [(event.replica, event.reason) for event in sent[:3]] == [(0, "its turn")] * 3
+    assert all(0 <= event.time - added[event.request] < 5 for event in sent)
+    assert len(trace.to_pandas()["routes"]) == 2 * len(sent)
     assert issubclass(EngineProcessError, RuntimeError)
 
 
