@@ -82,6 +82,7 @@ KERNELS = {
     "gemv mma": (lambda: gemv.mma_gemv(BF16, 3072, 8, 8), 168),
     "gemv mma, gated": (lambda: gemv.mma_gemv(FP16, 1000, 16, 2, True), 168),
     "quantized gemv mma, int4": (lambda: quantized_gemv("int4", 4096, 128, BF16, 8), 128),
+    "quantized gemv mma, int4, float16": (lambda: quantized_gemv("int4", 4096, 128, FP16, 8, dtype=FP16), 128),
     "quantized gemv mma, int4 by 16": (lambda: quantized_gemv("int4", 12288, 128, FP16, 16, True), 255),
     "quantized gemv mma, int4 by outputs": (lambda: quantized_gemv("int4", 4096, 4096, FP16, 8, True, 24576), 128),
     "quantized gemv mma, fp8": (lambda: quantized_gemv("fp8", 4096, 128, "float32", 16), 255),
@@ -103,8 +104,8 @@ def prefill_rungs():
     return chapter_cells("numba_kernels/cuda/prefill", "fma_tiles")
 
 
-def quantized_gemv(kind, features, group, scale, rows, zeros=False, outputs=8192):
-    format = quantized.Format(kind, BF16, features, group, scale, zeros)
+def quantized_gemv(kind, features, group, scale, rows, zeros=False, outputs=8192, dtype=BF16):
+    format = quantized.Format(kind, dtype, features, group, scale, zeros)
     return quantized.quantized_gemv(format, rows, quantized.choose_tiling(format, outputs, rows, 132, (9, 0)))
 
 
