@@ -60,10 +60,13 @@ def test_settings(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "gpt-oss", "deepseek-v3", "falcon"])
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "gpt-oss", "deepseek-v3", "falcon", "gemma3 int8"])
 def test_two_ranks_give_the_tokens_of_one(name, pair, tiny_model_path):
     """With prefix hits, and preemption. All families: `tests/models/test_shards.py`."""
+    name, _, cache = name.partition(" ")
     path, changes = tiny_model_path(name), {"num_gpu_blocks": 22 if name in ("gemma3", "gpt-oss") else 12}
+    if cache:
+        changes |= {"kv_cache_dtype": "int8_per_token_head"}
     if name == "deepseek-v3":
         changes |= {"enable_expert_parallel": True}
     changes |= {"max_model_len": 128 if changes["num_gpu_blocks"] > 12 else 100}
