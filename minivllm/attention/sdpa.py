@@ -146,7 +146,7 @@ class SDPABackend(AttentionBackend):
         if kv_cache.dtype == torch.int8:
             keys, values = zip(*int8_parts(kv_cache), strict=True)
         else:
-            pages = as_bytes(kv_cache)
+            pages = as_bytes(kv_cache) if kv_cache.dtype == FP8 else kv_cache
             parts = pages.view(len(pages), -1, spec.num_kv_heads * spec.head_dim)
             keys, values = parts[0], parts[-1]
         sinks = None if self.sinks is None else self.sinks.to(q.dtype)
