@@ -785,9 +785,10 @@ class EngineArgs(_ModelArgs):
                 )
             if not self.enable_prefix_caching:
                 raise ValueError("kv_transfer_config finds blocks by their prefix; it needs enable_prefix_caching")
-        if self.pipeline_parallel_size > 1 and (drafts is not None or self.async_scheduling):
-            what = "async_scheduling" if drafts is None else "speculative_config"
-            raise ValueError(f"{what} is not implemented with pipeline_parallel_size; stages overlap by themselves")
+        if self.pipeline_parallel_size > 1 and self.async_scheduling:
+            raise ValueError(
+                "async_scheduling is not implemented with pipeline_parallel_size; stages overlap by themselves"
+            )
 
     @property
     def world_size(self) -> int:
