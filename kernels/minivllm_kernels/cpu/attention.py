@@ -11,6 +11,7 @@ from numba import njit
 
 from minivllm_kernels.cpu import planning
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT
+from minivllm_kernels.cpu.matmul.layout import prefetch_distance
 from minivllm_kernels.cpu.planning import CPUAttentionShape
 from minivllm_kernels.cpu.simd import (
     claim,
@@ -24,7 +25,7 @@ from minivllm_kernels.cpu.simd import (
     load_each,
     load_unzipped,
     maximum,
-    prefetch,
+    prefetch_rows,
     splat,
     store,
     tile_fma,
@@ -223,6 +224,7 @@ def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
 
 def make_next_tile(s: CPUAttentionShape) -> tuple[Any, Any, Any]:
     T, BS, SPLIT, BLOCKS, PART, LINE = s.tile, s.block_size, s.split, s.tile // s.block_size, s.part, 512 // s.kv_bits
+    NEAR, _ = prefetch_distance()
 
     @jit
     def table_of(args, it):
@@ -243,7 +245,7 @@ def make_next_tile(s: CPUAttentionShape) -> tuple[Any, Any, Any]:
     @jit
     def prefetch_part(cache, at):
         for i in range(0, PART, LINE):
-            prefetch(cache, at + i, 64)
+            prefetch_rows(cache, at + i, 0, 1, NEAR)
 
     return table_of, find_next_tile, prefetch_part
 
