@@ -36,11 +36,11 @@ __all__ = [
 ]  # fmt: skip
 
 logger = logging.getLogger("minivllm.engine")
+# Methods of EngineCore that the other side may call. Arguments and results must be able to cross (see `engine.wire`).
 CALLS = (
     "reset_prefix_cache", "record_to", "is_lora_read", "pin_lora", "unpin_lora", "check_sleep", "sleep", "wake_up", "missing",
     "check_load_weights", "load_weights", "collective_rpc",
 )  # fmt: skip
-"""Methods of EngineCore that the other side may call. Arguments and results must be able to cross (see `engine.wire`)."""
 
 
 class EngineCoreProc:

@@ -162,6 +162,21 @@ def test_two_ranks_give_the_tokens_of_one(name, way, pair, family):
     llm.llm_engine.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_with_an_int8_cache_give_the_tokens_of_one(way, pair, tiny_model_path):
+    path, changes = tiny_model_path("gemma3"), {"num_gpu_blocks": 22, "kv_cache_dtype": "int8_per_token_head"}
+    with LLM(str(path), **{**SIZES, **changes}) as llm:
+        want = tokens(llm)
+    llm = sharded(pair, path, **changes, **WAYS[way])
+    assert tokens(llm) == want and tokens(llm) == want
+    metrics, memory = llm.llm_engine.get_metrics(), llm.llm_engine.core.executor.collective_rpc("memory")
+    assert metrics["num_preemptions"] > 0 and metrics["prefix_cache_hits"] > 0
+    if way == "two shares":
+        check_bytes(path, memory, **changes)
+    llm.llm_engine.close()
+
+
 def test_settings(monkeypatch):
     assert EngineArgs(tensor_parallel_size=2, pipeline_parallel_size=3).world_size == 6
     assert EngineArgs(pipeline_parallel_size=2).executor == "mp" and EngineArgs().executor == "uni"

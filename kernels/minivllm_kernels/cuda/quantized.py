@@ -10,6 +10,7 @@ import numpy as np
 
 from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i32, i64, kernel, u32
 from minivllm_kernels.cuda.warp import (
+    as_f32,
     cp_commit,
     grid_release,
     grid_wait,
@@ -164,12 +165,6 @@ def _read_int8(dtype: str) -> Any:
         return tuple(half.pack(w[i], w[2 + i]) for w in signed for i in range(2))
 
     return read
-
-
-@instruction("mov.b32 $0, $1;", "f32", "u32")
-def as_f32(word):
-    """The float32 that a word is."""
-    return np.uint32(word).view(np.float32)
 
 
 def _fma(dtype: str) -> Any:
