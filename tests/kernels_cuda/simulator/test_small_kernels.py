@@ -343,6 +343,11 @@ def test_the_choice_of_a_gemv_reaches_every_output_and_fills_the_card(rows, gate
         assert warps >= 132 * (16 if rows == 1 else 6) or warps // tasks == most
 
 
+@pytest.mark.parametrize("features, split", [(4096, 2), (8192, 2), (14336, 4)])
+def test_four_warps_share_long_rows(features, split):
+    assert gemv.choose_gemv("bfloat16", features, 8192, 1, 132).kernel.name == f"fma_gemv_bfloat16_k{features}_s{split}"
+
+
 TILINGS = {  # rows of the kernel, rows, outputs, blocks; tiling
     "int4": (8, 3, 50, 2, (1, 2, 4, 1)),
     "int4 with zero points": (16, 11, 98, 2, (3, 2, 4, 1)),
