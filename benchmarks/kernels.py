@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from minivllm.attention.backend import FP8, AttentionBatch, AttentionSpec
+from minivllm.attention.backend import FP8, AttentionBatch, AttentionSpec, int8_parts
 from minivllm.attention.numba_cuda import NumbaCudaBackend
 from minivllm_kernels.cuda import ops
 
@@ -94,13 +94,18 @@ def make_spec(
 def random_cache(blocks: int, spec: AttentionSpec) -> torch.Tensor:
     backend = NumbaCudaBackend()
     numbers = torch.randn(backend.kv_cache_shape(blocks, spec), device=CUDA, dtype=spec.dtype)
+    if spec.kv_dtype == torch.int8:
+        cache = (40 * numbers).clamp_(-127, 127).to(torch.int8)
+        int8_parts(cache)[1].fill_(1 / 40)
+        return cache
     return numbers.to(backend.kv_cache_dtype(spec))
 
 
 def decode_row(name: str, spec: AttentionSpec, lens: np.ndarray, copy: float) -> dict:
     backend, batch = NumbaCudaBackend(), len(lens)
     step, blocks = random_batch(np.ones(batch, int), lens, spec.block_size)
-    kv_bytes = int(lens.sum()) * spec.num_kv_heads * spec.head_dim * 2 * backend.kv_cache_dtype(spec).itemsize
+    *_, kv_heads, numbers = backend.kv_cache_shape(blocks, spec)  # with the scales of int8
+    kv_bytes = int(lens.sum()) * kv_heads * numbers * 2 * backend.kv_cache_dtype(spec).itemsize
     copies = min(16, -(-L2 // kv_bytes))
     caches = [random_cache(blocks, spec) for _ in range(copies)]
     q = torch.randn(batch, spec.num_heads, spec.head_dim, device=CUDA, dtype=spec.dtype)
@@ -151,6 +156,7 @@ def small_rows(copy: float) -> list[dict]:
     tokens, heads, dim = 8192, 8, 128
     cache = torch.zeros(2, 4096, 16, heads, dim, device=CUDA, dtype=torch.bfloat16)
     narrow = torch.zeros_like(cache, dtype=FP8)
+    whole = torch.zeros(2, 4096, 16, heads, dim + 4, device=CUDA, dtype=torch.int8)
     k, v = (torch.randn(tokens, heads, dim, device=CUDA, dtype=torch.bfloat16) for _ in "kv")
     slots = torch.randperm(4096 * 16, device=CUDA)[:tokens]
     x, residual = (torch.randn(tokens, 4096, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
@@ -161,6 +167,7 @@ def small_rows(copy: float) -> list[dict]:
     work = {
         "reshape_and_cache 8192 tokens": (lambda: ops.reshape_and_cache(k, v, cache, slots), 4 * k.nbytes),
         "reshape_and_cache to fp8": (lambda: ops.reshape_and_cache(k, v, narrow, slots), 3 * k.nbytes),
+        "reshape_and_cache to int8": (lambda: ops.reshape_and_cache(k, v, whole, slots), 3 * k.nbytes),
         "copy_blocks 1000 pairs": (lambda: ops.copy_blocks(cache, cache, pairs), 2 * 1000 * 2 * cache[0, 0].nbytes),
         "rms_norm + residual 8192 x 4096": (lambda: ops.rms_norm(x, weight, 1e-6, residual), 4 * x.nbytes),
         "silu_mul 8192 x 8192": (lambda: ops.silu_mul(gate_up), gate_up.nbytes * 3 // 2),
@@ -245,13 +252,12 @@ def main() -> None:
     decode.append(decode_row("16/8/128 batch 64 context 1024", qwen, np.full(64, 1024), copy))
     decode.append(decode_row("9/3/64 batch 256 context 2048", small, np.full(256, 2048), copy))
     decode.append(decode_row("8/4/256 batch 64 context 2048", make_spec(8, 4, 256), np.full(64, 2048), copy))
-    if ops.fp8_unsupported(CUDA) is None:  # against SDPA on K and V of 16 bits
-        fp8 = make_spec(32, 8, 128, FP8)
+    narrow = {"int8": torch.int8} | ({"fp8": FP8} if ops.fp8_unsupported(CUDA) is None else {})
+    for kind, dtype in narrow.items():  # against SDPA on K and V of 16 bits
+        large, tiny = make_spec(32, 8, 128, dtype), make_spec(9, 3, 64, dtype)
         sizes = ((1, 8192), (16, 2048), (64, 2048), (256, 2048))
-        decode += [decode_row(f"32/8/128 batch {b} context {n} fp8", fp8, np.full(b, n), copy) for b, n in sizes]
-        decode.append(
-            decode_row("9/3/64 batch 256 context 2048 fp8", make_spec(9, 3, 64, FP8), np.full(256, 2048), copy)
-        )
+        decode += [decode_row(f"32/8/128 batch {b} context {n} {kind}", large, np.full(b, n), copy) for b, n in sizes]
+        decode.append(decode_row(f"9/3/64 batch 256 context 2048 {kind}", tiny, np.full(256, 2048), copy))
     show("decode attention", decode)
     prefill = [
         prefill_row("32/8/128 16 x 1024", llama, np.full(16, 1024), np.full(16, 1024)),
@@ -259,8 +265,9 @@ def main() -> None:
         prefill_row("32/8/128 8 x 256 on 4096", llama, np.full(8, 256), np.full(8, 4096)),
         prefill_row("9/3/64 16 x 1024", small, np.full(16, 1024), np.full(16, 1024)),
     ]
-    if ops.fp8_unsupported(CUDA) is None:
-        prefill.append(prefill_row("32/8/128 16 x 1024 fp8", fp8, np.full(16, 1024), np.full(16, 1024)))
+    for kind, dtype in narrow.items():
+        lens = np.full(16, 1024)
+        prefill.append(prefill_row(f"32/8/128 16 x 1024 {kind}", make_spec(32, 8, 128, dtype), lens, lens))
     show("prefill attention", prefill)
     others = small_rows(copy)
     show("cache and pointwise", others)

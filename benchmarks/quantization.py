@@ -1,10 +1,11 @@
-"""What do weights of 8 and of 4 bits cost, and what do they gain, on this CPU?
+"""What do weights of 8 and of 4 bits, and caches of 8, cost, and what do they gain, on this CPU?
 
     python benchmarks/quantization.py [quality] [agree] [speed] [memory] [ladder] [--envs FOLDER] [--files NAME ...]
                                       [--model smollm2] [--rounds 3] [--threads N] [--output FILE]
 
 Quality: 4,096 tokens of the beginning of Lewis Carroll's *Alice* (1865, alice.txt), in 8 pieces of 512: perplexity, the mean divergence of
-the next token's distribution from that of bfloat16, in nats, and how often the most likely token is the same. With --envs FOLDER also for
+the next token's distribution from that of bfloat16, in nats, and how often the most likely token is the same; and what keys and values of a
+token take. With --envs FOLDER also for
 the quantized files that peers/files.py makes there: of `minivllm quantize`, nearest and GPTQ, and of llama.cpp. Agree: those files and the
 bfloat16 model, ours beside llama.cpp (GGUF) and vLLM (folders): the divergence of our distribution from theirs on the same tokens, and how
 often the most likely token is the same. FOLDER holds the environments of peers/run.py (`--install`).
@@ -59,6 +60,10 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
+CACHES = {
+    f"{name} cache": {"kv_cache_dtype": dtype} for name, dtype in (("fp8", "fp8"), ("int8", "int8_per_token_head"))
+}
+"""Of the bfloat16 model; what the weights are multiplied by is as without."""
 BY_VECTORS = "by vectors, activations rounded to 8 bits"
 BY_TILES = "by tiles, activations as they are"
 """How the pieces of the text were multiplied by quantized weights: they have more than 8 rows."""
@@ -86,14 +91,15 @@ def log_probabilities(llm: LLM, tokens: list[int]) -> torch.Tensor:
     return runner.model.compute_logits(hidden).log_softmax(-1)
 
 
-def of_text(model: str | Path, **kwargs: Any) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """The pieces of the text, and the log-probabilities after each of their tokens."""
+def of_text(model: str | Path, **kwargs: Any) -> tuple[list[list[int]], list[torch.Tensor], int]:
+    """The pieces of the text, the log-probabilities after each of their tokens, and the bytes of the cache for a token."""
     with LLM(
         str(model), max_model_len=LENGTH + 1, max_num_seqs=1, num_gpu_blocks=80, **{"dtype": "bfloat16"} | kwargs
     ) as llm:
         tokens = llm.get_tokenizer()(TEXT.read_text()).input_ids[: PIECES * LENGTH]
         pieces = [tokens[i : i + LENGTH] for i in range(0, len(tokens), LENGTH)]
-        return pieces, [log_probabilities(llm, piece) for piece in pieces]
+        token = sum(len(g.layers) * g.spec.bytes_per_block // g.spec.block_size for g in llm.config.kv_cache.groups)
+        return pieces, [log_probabilities(llm, piece) for piece in pieces], token
 
 
 def divergence(exact: list[torch.Tensor], other: list[torch.Tensor]) -> tuple[float, float]:
@@ -121,12 +127,13 @@ def quality(model: str, envs: Path | None, names: list[str]) -> Results:
     found: Results = {}
     exact: list[torch.Tensor] = []
     files = [] if envs is None else [f"file {name}" for name in names if name != WHOLE]
-    for name in [*sorted(FORMATS, key="bfloat16".__ne__), *files]:  # that one first
-        if name in FORMATS:
-            pieces, log_p = of_text(model, **FORMATS[name])
+    formats = FORMATS | CACHES
+    for name in [*sorted(formats, key="bfloat16".__ne__), *files]:  # that one first
+        if name in formats:
+            pieces, log_p, token = of_text(model, **formats[name])
         else:
             assert envs is not None
-            pieces, log_p = of_text(quantized_file(name.removeprefix("file "), model, envs))
+            pieces, log_p, token = of_text(quantized_file(name.removeprefix("file "), model, envs))
         exact = exact or log_p
         kl, same = divergence(exact, log_p)
         nats = [
@@ -134,6 +141,7 @@ def quality(model: str, envs: Path | None, names: list[str]) -> Results:
             for piece, p in zip(pieces, log_p, strict=True)
         ]
         found[name] = {"perplexity": math.exp(statistics.fmean(nats)), "KL to bf16": kl, "same top token": same}
+        found[name]["KV bytes/token"] = token
         print(name, found[name], flush=True)
     return found
 
@@ -165,7 +173,7 @@ def agree(model: str, envs: Path, names: list[str]) -> Results:
         if not (envs / peer / "installed").exists():
             print(f"{name}: {peer} is not installed under {envs}, left out")
             continue
-        pieces, ours = of_text(resolve_model(model) if name.startswith("bf") else file)
+        pieces, ours, _ = of_text(resolve_model(model) if name.startswith("bf") else file)
         try:
             theirs = peer_logits(peer, file, pieces, envs)
         except subprocess.CalledProcessError:
@@ -208,7 +216,7 @@ def answer_once(model: str, name: str) -> None:
         print(llm.config.model.weight_bytes / 1e6, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale)
 
 
-DIGITS = {"perplexity": 3, "weights MB": 0, "peak MB": 0}
+DIGITS = {"perplexity": 3, "weights MB": 0, "peak MB": 0, "KV bytes/token": 0}
 
 
 def show(results: Results) -> None:

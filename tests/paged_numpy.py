@@ -46,6 +46,12 @@ def from_fp8(u8: np.ndarray) -> np.ndarray:
     return torch.from_numpy(u8).view(torch.float8_e4m3fn).double().numpy()
 
 
+def to_int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whole numbers and the scales of the rows x [..., D]: the largest number of a row becomes +-127."""
+    scales = (np.abs(x).max(-1) / 127).astype(np.float32)
+    return np.rint(x / scales[..., None]).astype(np.int8), scales
+
+
 class PagedCase:
     """Requests whose last `query_lens` tokens are queries; NaN wherever a kernel must not look."""
 
@@ -74,7 +80,14 @@ class PagedCase:
             self.table[s, :n] = [next(blocks) for _ in range(n)]
         size = (need.sum() + 1, block, kv_heads, dims)
         numbers = [rng.standard_normal(size) for _ in range(2)]
-        self.k, self.v = (to_fp8(x / s) if shape.fp8_kv else to_half(x, shape.dtype) for x, s in zip(numbers, scales))
+        self.token_scales: list[Any] = [None, None]
+        if shape.int8_kv:
+            (self.k, k_scales), (self.v, v_scales) = map(to_int8, numbers)
+            self.token_scales = [x.transpose(0, 2, 1).copy() for x in (k_scales, v_scales)]
+        else:
+            self.k, self.v = (
+                to_fp8(x / s) if shape.fp8_kv else to_half(x, shape.dtype) for x, s in zip(numbers, scales)
+            )
         self.q = to_half(2 * rng.standard_normal((sum(query_lens), kv_heads * shape.group, dims)), shape.dtype)
         self.first_key = first_key or (lambda position: 0)
         self.want = self._exact()
@@ -82,7 +95,8 @@ class PagedCase:
             oldest = int(self.first_key(n - self.query_lens[s])) // block
             self.table[s, :oldest] = 0  # freed: the null block
             nan = FP8_NAN if shape.fp8_kv else NAN[shape.dtype]
-            for cache in (self.k, self.v):
+            for cache, token_scales in zip((self.k, self.v), self.token_scales):
+                cache, nan = (cache, nan) if token_scales is None else (token_scales.swapaxes(1, 2), np.nan)
                 cache[0] = nan
                 if n % block:
                     cache[self.table[s, n // block], n % block :] = nan
@@ -92,8 +106,10 @@ class PagedCase:
         row = 0
         for s, (new, n) in enumerate(zip(self.query_lens, self.seq_lens)):
             pages = self.table[s, : -(-n // self.shape.block_size)]
+            stored = zip((self.k, self.v), self.scales, self.token_scales)
             k, v = (
-                self._floats(c[pages], s).reshape(-1, *c.shape[2:])[:n] for c, s in zip((self.k, self.v), self.scales)
+                self._floats(c[pages], s, t if t is None else t[pages]).reshape(-1, *c.shape[2:])[:n]
+                for c, s, t in stored
             )
             k, v = (np.repeat(x, self.shape.group, axis=1) for x in (k, v))
             for position in range(n - new, n):
@@ -108,26 +124,29 @@ class PagedCase:
                 row += 1
         return want
 
-    def _floats(self, stored: np.ndarray, scale: float) -> np.ndarray:
+    def _floats(self, stored: np.ndarray, scale: float, token_scales: np.ndarray | None) -> np.ndarray:
+        if token_scales is not None:
+            return stored.astype(np.float64) * token_scales.swapaxes(1, 2)[..., None]
         return from_fp8(stored) * scale if self.shape.fp8_kv else to_float(stored, self.shape.dtype)
 
     def _common(self) -> tuple:
         dims, heads = self.shape.head_dim, self.q.shape[1]
         w, kv_w = dims // 2, dims * self.k.itemsize // 4
         self.out = np.full(self.q.size // 2, NAN[self.shape.dtype] * 0x10001, np.uint32)
-        strides = (
-            self.table.shape[1],
-            heads * w,
-            heads * w,
-            self.shape.block_size * self.kv_heads * kv_w,
-            self.kv_heads * kv_w,
-            kv_w,
-        )
-        pointers = (self.out, words(self.q), words(self.k), words(self.v), self.table)
+        block_words = self.shape.block_size * self.kv_heads * (kv_w + self.shape.int8_kv)
+        strides = (self.table.shape[1], heads * w, heads * w, block_words, self.kv_heads * kv_w, kv_w)
+        pointers = (self.out, words(self.q), *map(self._memory, (self.k, self.v), self.token_scales), self.table)
         scale, cap = self.scale * self.scales[0] * LOG2E, 0.0
         if self.cap is not None:
             scale, cap = 2 * scale / self.cap, self.cap * LOG2E
         return pointers, (scale, cap, self.scales[1]), strides
+
+    @staticmethod
+    def _memory(stored: np.ndarray, token_scales: np.ndarray | None) -> np.ndarray:
+        """Scales lie behind the numbers of their block."""
+        if token_scales is None:
+            return words(stored)
+        return words(np.hstack([x.reshape(len(x), -1).view(np.uint8) for x in (stored, token_scales)]))
 
     def _error(self) -> float:
         return relative_error(to_float(self.out.view(np.uint16), self.shape.dtype).reshape(self.q.shape), self.want)

@@ -34,7 +34,7 @@ class AttentionSpec:
         sliding_window: a query sees itself and the `sliding_window - 1` tokens before it; None for all of them.
         chunk: a query sees the tokens of its own chunk of `chunk` positions only (chunked local attention).
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax (Gemma 2).
-        kv_dtype: of keys and values in the cache: `FP8`, or None for `dtype`.
+        kv_dtype: of keys and values in the cache: `FP8`, `torch.int8` (with scales, see `int8_parts`), or None for `dtype`.
         sinks: each head has one more score in its softmax, which belongs to no token (see `AttentionBackend.sinks`).
         value_dim: values are the first `value_dim` numbers of the keys, and the cache holds keys only (latent attention);
             None for values of their own.
@@ -72,12 +72,12 @@ class AttentionSpec:
             )
         if self.soft_cap is not None and self.soft_cap <= 0:
             raise ValueError(f"AttentionSpec.soft_cap must be above 0, got {self.soft_cap}")
-        if self.kv_dtype not in (None, FP8):
-            raise ValueError(f"AttentionSpec.kv_dtype must be {FP8} or None, got {self.kv_dtype}")
+        if self.kv_dtype not in (None, FP8, torch.int8):
+            raise ValueError(f"AttentionSpec.kv_dtype must be {FP8}, torch.int8 or None, got {self.kv_dtype}")
         if self.value_dim is not None and not 1 <= self.value_dim <= self.head_dim:
             raise ValueError(f"AttentionSpec.value_dim must be in 1..{self.head_dim}, got {self.value_dim}")
         if self.value_dim is not None and self.kv_dtype is not None:
-            raise ValueError("an fp8 cache is not implemented for latent attention; use kv_cache_dtype='auto'")
+            raise ValueError(f"{self.kv_dtype} is not implemented for latent attention; use kv_cache_dtype='auto'")
 
     @property
     def group_size(self) -> int:
@@ -198,6 +198,32 @@ def to_fp8(x: Tensor, scale: float) -> Tensor:
     return (x.float() * (1 / scale)).clamp(-most, most).to(FP8)
 
 
+INT8_SCALE_BYTES = 4
+LEAST_PEAK = 1e-30
+
+
+def to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each vector `x[..., D]` rounded to whole numbers up to 127, int8, and what they are multiplied by, float32 [...].
+
+    vLLM's `int8_per_token_head`: nothing has to be calibrated, since every head of every token has its own scale. A vector with a
+    NaN gets NaN as its scale.
+    """
+    peak = x.float().abs().amax(-1).clamp_min(LEAST_PEAK)
+    return (x.float() * (127 / peak)[..., None]).round().to(torch.int8), peak / 127
+
+
+def int8_parts(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of an int8 cache `[2, num_blocks, block_size, num_kv_heads, head_dim + 4]`: whole numbers
+    [2, num_blocks, block_size, num_kv_heads, head_dim], and their scales, float32 [2, num_blocks, num_kv_heads, block_size].
+
+    In the memory of a block the scales lie behind all numbers, so what copies blocks takes them along.
+    """
+    size, heads, wide = kv_cache.shape[2:]
+    memory, numbers = kv_cache.flatten(2), size * heads * (wide - INT8_SCALE_BYTES)
+    scales = memory[..., numbers:].view(torch.float32).unflatten(-1, (heads, size))
+    return memory[..., :numbers].unflatten(-1, (size, heads, -1)), scales
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """A view of an fp8 tensor as bytes, which torch can move on every device; any other tensor as it is."""
     return x.view(torch.uint8) if x.dtype == FP8 else x
@@ -285,7 +311,12 @@ class AttentionBackend(Module):
     def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
         """Shape of one layer's cache. Dimension 1 is the block in every layout; inside a block a backend may differ."""
         parts = 2 if spec.value_dim is None else 1
-        return (parts, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        scale = INT8_SCALE_BYTES if spec.kv_dtype == torch.int8 else 0
+        if scale and spec.head_dim * spec.block_size % 4:
+            raise ValueError(
+                f"an int8 cache needs block_size x head_dim in whole float32, and {spec.block_size} x {spec.head_dim} is not"
+            )
+        return (parts, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim + scale)
 
     def kv_cache_dtype(self, spec: AttentionSpec) -> torch.dtype:
         """Dtype of the cache."""
@@ -308,13 +339,19 @@ class AttentionBackend(Module):
         return torch.zeros(self.kv_cache_shape(num_blocks, spec), dtype=self.kv_cache_dtype(spec), device=device)
 
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Store the step's keys and values; in an fp8 cache divided by their scales, at most +-448.
+        """Store the step's keys and values; in an fp8 cache divided by their scales, at most +-448; in an int8 cache see `to_int8`.
 
         Args:
             k, v: [T, num_kv_heads, head_dim]; a latent cache has no place for v, which is left out.
             kv_cache: the layer's cache, changed in place.
             slot_mapping: int64 [T], one slot a token.
         """
+        if kv_cache.dtype == torch.int8:
+            numbers, scales = int8_parts(kv_cache)
+            block, offset = slot_mapping // kv_cache.shape[2], slot_mapping % kv_cache.shape[2]
+            for half, x in enumerate((k, v)):
+                numbers[half, block, offset], scales[half, block, :, offset] = to_int8(x)
+            return
         if kv_cache.dtype == FP8:
             k, v = (as_bytes(to_fp8(x, scale)) for x, scale in zip((k, v), self.scales, strict=True))
             kv_cache = as_bytes(kv_cache)

@@ -12,10 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, KVScales, Plan
+from minivllm.attention.backend import (
+    FP8,
+    INT8_SCALE_BYTES,
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVScales,
+    Plan,
+)
 from minivllm_kernels.cpu.compile import Kernel, host_is_x86, host_lanes, host_registers, kernel, pack, run
 from minivllm_kernels.cpu.matmul.layout import host_tiles
-from minivllm_kernels.cpu.planning import AttentionStep, CPUAttentionShape
+from minivllm_kernels.cpu.planning import INT8, AttentionStep, CPUAttentionShape
 from minivllm_kernels.cpu.program import LAUNCHER
 
 """Paged attention by numba kernels on the CPU: no gather, decode and prefill alike, any mix of lengths.
@@ -26,7 +34,7 @@ several tokens of a request at once, and rounds otherwise than the vectors do fo
 leaves the unit out.
 """
 
-BITS = {torch.float32: 32, torch.bfloat16: 16, FP8: 8}
+BITS = {torch.float32: 32, torch.bfloat16: 16, FP8: 8, torch.int8: INT8}
 
 
 @functools.cache
@@ -71,13 +79,14 @@ class NumbaCPUBackend(AttentionBackend):
             return "numba is not installed (pip install 'minivllm[kernels]')"
         if spec.dtype not in (torch.float32, torch.bfloat16):
             return f"it computes from float32 or bfloat16, and the model is {str(spec.dtype).removeprefix('torch.')}"
-        if spec.kv_dtype is not None and host_is_x86() and host_lanes() == 4:
+        if spec.kv_dtype == FP8 and host_is_x86() and host_lanes() == 4:
             return "its kernels read an fp8 cache by F16C, which this CPU lacks; attention_backend='sdpa' and 'reference' need none"
         return CPUAttentionShape.problem(spec.head_dim, spec.block_size)
 
     def kv_cache_shape(self, num_blocks: int, spec: AttentionSpec) -> tuple[int, ...]:
         """Keys and values of a head lie together in a block, keys transposed; see `minivllm_kernels.cpu.cache`."""
-        return (1, num_blocks, spec.num_kv_heads, 2, spec.head_dim * spec.block_size)
+        scale = INT8_SCALE_BYTES if spec.kv_dtype == torch.int8 else 0
+        return (1, num_blocks, spec.num_kv_heads, 2, (spec.head_dim + scale) * spec.block_size)
 
     def kv_cache_dtype(self, spec: AttentionSpec) -> torch.dtype:
         """Dtype of the cache."""
@@ -111,7 +120,8 @@ class NumbaCPUBackend(AttentionBackend):
         """See `AttentionBackend.write`. Tokens with a negative slot are not stored."""
         tokens, heads, head_dim = k.shape
         k, v = (x if x.stride(1) == head_dim and x.stride(2) == 1 else x.contiguous() for x in (k, v))
-        writer = _writer(head_dim, kv_cache.shape[-1] // head_dim, BITS[k.dtype], BITS[kv_cache.dtype])
+        each = head_dim + (INT8_SCALE_BYTES if kv_cache.dtype == torch.int8 else 0)
+        writer = _writer(head_dim, kv_cache.shape[-1] // each, BITS[k.dtype], BITS[kv_cache.dtype])
         where = (k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), slot_mapping.data_ptr(), kv_cache.data_ptr())
         factors = _kv_factors(self.scales)[1].ctypes.data
         LAUNCHER.run(writer, pack(tokens, *where, heads, factors), torch.get_num_threads() if tokens > 8 else 1)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan
+from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, Plan
 from minivllm.attention.step_buffer import StepBuffer
 
 if TYPE_CHECKING:
@@ -43,15 +43,15 @@ def _dtype(spec: AttentionSpec) -> str:
 def _shape(spec: AttentionSpec) -> "AttentionShape":
     from minivllm_kernels.cuda.planning import AttentionShape
 
-    capped, fp8 = spec.soft_cap is not None, spec.kv_dtype is not None
-    return AttentionShape(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size, capped, fp8)
+    kinds = spec.soft_cap is not None, spec.kv_dtype == FP8, spec.kv_dtype == torch.int8
+    return AttentionShape(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size, *kinds)
 
 
 class NumbaCudaBackend(AttentionBackend):
     """Paged attention by numba.cuda kernels on an NVIDIA GPU of compute capability 8.0 or later.
 
     Single-token rows are read by a split-KV kernel, longer ones by a tiled prefill kernel. Sliding windows, chunked
-    local attention and soft caps; bfloat16 and float16; an fp8 cache from compute capability 8.9 on.
+    local attention and soft caps; bfloat16 and float16; an int8 cache; an fp8 cache from compute capability 8.9 on.
     """
 
     name: ClassVar[str] = "numba_cuda"
@@ -71,7 +71,7 @@ class NumbaCudaBackend(AttentionBackend):
         except ImportError as error:
             return f'{error}; install the kernels with pip install "minivllm[cuda]"'
         reason = reason or shape_unsupported(_dtype(spec), spec.head_dim, spec.group_size, spec.block_size)
-        return reason or (cuda_ops().fp8_unsupported(device) if spec.kv_dtype is not None else None)
+        return reason or (cuda_ops().fp8_unsupported(device) if spec.kv_dtype == FP8 else None)
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> NumbaCudaPlan:
         return self._plan(batch, spec, device, None)

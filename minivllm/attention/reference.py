@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan, as_bytes
+from minivllm.attention.backend import AttentionBackend, AttentionBatch, AttentionSpec, Plan, as_bytes, int8_parts
 
 __all__ = ["ReferenceBackend"]
 
@@ -43,14 +43,18 @@ def gather(kv_cache: Tensor, block_ids: Tensor, length: int) -> tuple[Tensor, Te
     """The first `length` keys and values of one request, in order.
 
     Args:
-        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; 1 in the place of 2 if it holds keys only.
+        kv_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]; 1 in the place of 2 if it holds keys only; or see `int8_parts`.
         block_ids: int64 [at least length / block_size].
 
     Returns:
         Two tensors [length, num_kv_heads, head_dim].
     """
-    num_blocks = -(-length // kv_cache.shape[2])
-    pages = as_bytes(kv_cache)[:, block_ids[:num_blocks]].view(kv_cache.dtype)
+    used = block_ids[: -(-length // kv_cache.shape[2])]
+    if kv_cache.dtype == torch.int8:
+        numbers, scales = (part[:, used] for part in int8_parts(kv_cache))
+        pages = numbers * scales.transpose(-1, -2)[..., None]
+    else:
+        pages = as_bytes(kv_cache)[:, used].view(kv_cache.dtype)
     parts = pages.flatten(1, 2)[:, :length]
     return parts[0], parts[-1]
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, Plan, as_bytes
+from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, Plan, as_bytes, int8_parts
 
-__all__ = ["SDPABackend", "alike"]
+__all__ = ["Pages", "SDPABackend", "alike"]
 
 
 @dataclass
@@ -141,9 +141,14 @@ class SDPABackend(AttentionBackend):
         spec = plan.spec
         if self.scales.k != 1.0:
             spec = replace(spec, scale=spec.scale * self.scales.k)
-        pages = as_bytes(kv_cache) if kv_cache.dtype == FP8 else kv_cache
-        parts = pages.view(len(pages), -1, spec.num_kv_heads * spec.head_dim)
-        keys, values = parts[0], parts[-1]
+        keys: Pages
+        values: Pages
+        if kv_cache.dtype == torch.int8:
+            keys, values = zip(*int8_parts(kv_cache), strict=True)
+        else:
+            pages = as_bytes(kv_cache) if kv_cache.dtype == FP8 else kv_cache
+            parts = pages.view(len(pages), -1, spec.num_kv_heads * spec.head_dim)
+            keys, values = parts[0], parts[-1]
         sinks = None if self.sinks is None else self.sinks.to(q.dtype)
         if len(plan.decodes) == 1 and plan.decodes[0].rows is None:
             out = _decode(q, keys, values, plan.decodes[0], spec, sinks)
@@ -156,8 +161,16 @@ class SDPABackend(AttentionBackend):
         return out if self.scales.v == 1.0 else out * self.scales.v
 
 
-def _pick(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of the cache, or of its bytes, as `dtype`."""
+Pages = Tensor | tuple[Tensor, Tensor]
+"""Keys, or values, of a cache: rows [slots, heads * head_dim], as bytes if it is fp8; or a half of what `int8_parts` gives."""
+
+
+def _pick(cache: Pages, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of the cache as `dtype`."""
+    if isinstance(cache, tuple):
+        numbers, scales = cache
+        block, offset = slots // numbers.shape[1], slots % numbers.shape[1]
+        return (numbers[block, offset] * scales[block, :, offset][..., None]).to(dtype)
     rows = cache.index_select(0, slots)
     return rows if rows.dtype == dtype else rows.view(FP8).to(dtype)
 
@@ -175,7 +188,7 @@ def _add_sink(k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor
 
 
 def _decode(
-    q: Tensor, keys: Tensor, values: Tensor, call: DecodeCall, spec: AttentionSpec, sinks: Tensor | None
+    q: Tensor, keys: Pages, values: Pages, call: DecodeCall, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
     """The query heads that share a key-value head become its queries, so nothing is repeated. q: [n, H, D]."""
     n, heads, dim = q.shape
@@ -193,7 +206,7 @@ def _decode(
 
 
 def _prefill(
-    q: Tensor, keys: Tensor, values: Tensor, call: PrefillCall, spec: AttentionSpec, sinks: Tensor | None
+    q: Tensor, keys: Pages, values: Pages, call: PrefillCall, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
     """One request, q: [n, H, D]."""
     shape = (1, len(call.slots), spec.num_kv_heads, spec.head_dim)

@@ -67,8 +67,9 @@ class KVCacheRules:
         return self.num_blocks(spec, num_tokens)
 
     def bytes_per_block(self, spec: KVCacheSpec) -> int:
-        """Bytes of one block in one layer; by default keys and values of every head."""
-        return 2 * spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
+        """Bytes of one block in one layer; by default keys and values of every head, and `scale_bytes`, an option, for each of both."""
+        head = spec.head_dim * spec.dtype_bytes + dict(spec.options).get("scale_bytes", 0)
+        return 2 * spec.block_size * spec.num_kv_heads * head
 
     def describe(self, spec: KVCacheSpec) -> str:
         """What a view calls a group of this kind."""
@@ -578,7 +579,8 @@ INTEGER_BITS = {"int8": 8.0} | {f"int4_{group}": 4 + 32 / group for group in GRO
 WEIGHT_BITS = INTEGER_BITS | {"fp8": 8.0}
 
 
-KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # the last two mean the same
+KV_CACHE_DTYPES = {"auto": None, "fp8": (1, 0), "fp8_e4m3": (1, 0), "int8_per_token_head": (1, 4)}
+"""Bytes of a number and of the scale of a head; None for numbers of the model's dtype. The second and the third mean the same."""
 
 
 RUNNERS = ("auto", "generate", "pooling")
@@ -669,7 +671,7 @@ class EngineArgs(_ModelArgs):
 
     max_model_len: int | None = _arg(None, "most tokens of a request, prompt and output together")
     block_size: int = _arg(16, "tokens per KV block")
-    kv_cache_dtype: str = _arg("auto", "of keys and values: the model's, or a byte each (e4m3)", KV_CACHE_DTYPES)
+    kv_cache_dtype: str = _arg("auto", "of keys and values: the model's, or a byte each (e4m3, int8)", KV_CACHE_DTYPES)
     num_gpu_blocks: int | None = _arg(None, "physical KV blocks, null block included; default: from memory")
     num_cpu_blocks: int = _arg(0, "KV blocks of the swap pool")
     kv_cache_memory_bytes: int | None = _arg(None, "memory for the KV cache; default: from gpu_memory_utilization")
@@ -796,9 +798,10 @@ class EngineArgs(_ModelArgs):
                 )
             if not self.enable_prefix_caching:
                 raise ValueError("kv_transfer_config finds blocks by their prefix; it needs enable_prefix_caching")
-        if self.pipeline_parallel_size > 1 and (drafts is not None or self.async_scheduling):
-            what = "async_scheduling" if drafts is None else "speculative_config"
-            raise ValueError(f"{what} is not implemented with pipeline_parallel_size; stages overlap by themselves")
+        if self.pipeline_parallel_size > 1 and self.async_scheduling:
+            raise ValueError(
+                "async_scheduling is not implemented with pipeline_parallel_size; stages overlap by themselves"
+            )
 
     @property
     def world_size(self) -> int:
@@ -842,11 +845,6 @@ class EngineArgs(_ModelArgs):
     def speculative(self) -> SpeculativeConfig | None:
         """What `speculative_config` says, checked; None without."""
         return None if self.speculative_config is None else SpeculativeConfig.from_dict(self.speculative_config)
-
-    @property
-    def fp8_kv_cache(self) -> bool:
-        """Whether keys and values take a byte each."""
-        return self.kv_cache_dtype != "auto"
 
     @property
     def linear_kernel(self) -> str | None:
@@ -1049,10 +1047,20 @@ def _explain_machine(args: EngineArgs, machine: MachineFacts, padding: str) -> l
     return decisions
 
 
+def _explain_cache(args: EngineArgs, machine: MachineFacts, dtype: Decision) -> list[Decision]:
+    """The dtype of keys and values, unless there is no more to say than that it was asked for."""
+    if args.kv_cache_dtype == "auto":
+        return [Decision("kv_cache_dtype", dtype.value, "the dtype of the model")]
+    if not machine.attention_backend.startswith("numba_cuda"):
+        return []
+    why = "asked for; prompts are computed by mma.sync, since wgmma reads no such cache"
+    return [Decision("kv_cache_dtype", args.kv_cache_dtype, why)]
+
+
 def _without_cache(args: EngineArgs) -> EngineArgs:
     """The settings of a model whose attention goes both ways. Raises ValueError for one that means nothing there."""
-    for name in ("speculative_config", "enable_lora", "fp8_kv_cache", "num_cpu_blocks"):
-        if getattr(args, name):
+    for name in ("speculative_config", "enable_lora", "kv_cache_dtype", "num_cpu_blocks"):
+        if getattr(args, name) not in (None, 0, "auto"):
             raise ValueError(f"{name} is not implemented for a model whose attention goes both ways")
     if args.tensor_parallel_size > 1:
         raise ValueError("tensor_parallel_size is not implemented for a model whose attention goes both ways")
@@ -1089,7 +1097,7 @@ def choose_state_cache(args: EngineArgs, model: ModelFacts) -> tuple[list[KVCach
                 f"mamba_cache_mode={args.mamba_cache_mode!r}: model {model.name!r} has no state-space layers"
             )
         return specs, [], {}
-    if args.fp8_kv_cache and all(spec.rules.is_state for spec in specs):
+    if args.kv_cache_dtype != "auto" and all(spec.rules.is_state for spec in specs):
         raise ValueError(f"kv_cache_dtype={args.kv_cache_dtype!r}: model {model.name!r} has no keys and values")
     mode = args.mamba_cache_mode or "none"
     if mode != "none" and not args.enable_prefix_caching:
@@ -1151,9 +1159,7 @@ def resolve(args: EngineArgs, model: ModelFacts, machine: MachineFacts, dtype: D
     budget = choose("max_num_batched_tokens", args.max_num_batched_tokens, budget, why)
     overlaps = machine.device != "cpu" and args.pipeline_parallel_size == 1
     overlap = choose("async_scheduling", args.async_scheduling, overlaps, usual)
-    decisions += _explain_machine(args, machine, model.padding)
-    if not args.fp8_kv_cache:
-        decisions.append(Decision("kv_cache_dtype", dtype.value, "the dtype of the model"))
+    decisions += _explain_machine(args, machine, model.padding) + _explain_cache(args, machine, dtype)
     decisions.append(Decision("linear_kernel", machine.linear_kernel, machine.linear_kernel_why))
     specs, about_states, chosen = choose_state_cache(args, model)
     decisions += about_states

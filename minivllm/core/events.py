@@ -41,7 +41,7 @@ SCHEMA = {
         "rollback": "num_rejected",
         "lora_load": "adapter slot",
         "lora_evict": "adapter slot",
-        "verify": "drafts",
+        "verify": "drafts step",
         "encode": "request modality identifier num_embeds",
         "encoder_evict": "identifier",
         "experts": "step loads",
@@ -51,9 +51,10 @@ SCHEMA = {
         "kv_arrive": "request num_computed",
         "kv_keep": "request blocks",
         "kv_release": "owner blocks",
+        "route": "request time replica candidates reason",
     }.items()
 }
-_OPTIONAL = {"update": (None,)}
+_OPTIONAL = {"update": (None,), "verify": (None,)}
 EVENTS: dict[str, Any] = {  # a NamedTuple per kind: `kind`, then the fields
     kind: namedtuple(kind, ("kind", *fields), defaults=_OPTIONAL.get(kind, ())) for kind, fields in SCHEMA.items()
 }
@@ -205,7 +206,7 @@ class Fold(EventReader):
 
     _on_attributes = _on_step = _on_wait = _on_chunk = _on_draft = _on_verify = _on_note = _on_order = (
         _on_policy_error
-    ) = _on_experts = _on_kv_load = _on_kv_save = _ignore
+    ) = _on_experts = _on_kv_load = _on_kv_save = _on_route = _ignore
 
     def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
         output = fields[5]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from minivllm.core.events import EVENTS, Event
 from minivllm.core.prefix import extend_block_hashes
 from minivllm.core.request import Request
 
@@ -29,11 +30,38 @@ class Replica:
 
 
 class Router(Protocol):
-    """Chooses a replica for every request. It may have an attribute `reason`: why it chose as it last did, in words."""
+    """Chooses a replica for every request.
+
+    It may have attributes that tell of its last choice: `reason`, why, in words, and `scores`, {replica: what it compared}.
+    """
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
         """The number of a replica. Called once for each request, in the order of arrival."""
         ...
+
+
+def route(router: Router, request: Request, replicas: Sequence[Replica], now: float) -> Event:
+    """Have a router choose.
+
+    Args:
+        now: seconds on the engines' clock.
+
+    Returns:
+        The event `route`, see `core.events`; of each candidate its requests, prompt tokens, and score or None.
+
+    Raises:
+        ValueError: it chose a number that no replica has.
+    """
+    chosen = router.choose(request, replicas)
+    if not 0 <= chosen < len(replicas):
+        raise ValueError(f"router {type(router).__name__} chose replica {chosen!r}; there are 0 to {len(replicas) - 1}")
+    scores = getattr(router, "scores", {})
+    about = ((r.num_requests, r.num_tokens, scores.get(r.index)) for r in replicas)
+    candidates = tuple((n, tokens, None if score is None else float(score)) for n, tokens, score in about)
+    event: Event = EVENTS["route"](
+        "route", request.request_id, now, int(chosen), candidates, getattr(router, "reason", "")
+    )
+    return event
 
 
 class RoundRobin:
@@ -56,6 +84,7 @@ class LeastLoaded:
     def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
         """See `Router`."""
         best = min(replicas, key=lambda r: (r.num_requests, r.num_tokens, r.index))
+        self.scores = {r.index: r.num_requests for r in replicas}
         self.reason = f"{best.num_requests} requests there, no replica has fewer"
         return best.index
 
@@ -81,7 +110,7 @@ class PrefixAware:
         names = list(extend_block_hashes(request, self.block_size))
         least = min(r.num_requests for r in replicas)
         open_to = [r for r in replicas if r.num_requests <= least + self.slack]
-        found = {r.index: self._matches(r.index, names) for r in replicas}
+        found = self.scores = {r.index: self._matches(r.index, names) for r in replicas}
         best = min(open_to, key=lambda r: (-found[r.index], r.num_requests, r.num_tokens, r.index))
         self.reason = f"{found[best.index]} of {len(names)} blocks were sent there; {best.num_requests} requests, the least loaded has {least}"
         if (most := max(found.values())) > found[best.index]:

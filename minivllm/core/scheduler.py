@@ -852,7 +852,7 @@ class Scheduler(Recorder):
                 )
             )
         if drafts:
-            self._roll_back(drafts, result, outputs)
+            self._roll_back(output, result, outputs)
         gained = {out.request_id: tuple(out.new_token_ids) for out in outputs} if self.trace is not None else None
         if result.logprobs or result.prompt_logprobs or result.errors or result.pooled:
             self._attach(result, outputs, ended)
@@ -893,11 +893,9 @@ class Scheduler(Recorder):
                     f"the executor returned no token for request {request_id!r} in step {output.step}, after which all its tokens are computed"
                 )
 
-    def _roll_back(
-        self, drafts: dict[str, list[int]], result: ModelRunnerOutput, outputs: list[EngineCoreOutput]
-    ) -> None:
+    def _roll_back(self, output: SchedulerOutput, result: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
         """Count the draft tokens, and take back what was computed for those that were not accepted."""
-        rejected, verified = {}, {}
+        rejected, verified, drafts = {}, {}, output.scheduled_spec_decode_tokens
         for out in outputs:
             if draft := drafts.get(out.request_id):
                 new, most = out.new_token_ids, len(result.sampled_token_ids[out.request_id]) - 1
@@ -908,31 +906,37 @@ class Scheduler(Recorder):
                     after = new[accepted] if accepted < len(new) else None
                     odds = tuple(result.draft_odds.get(out.request_id, ()))
                     verified[out.request_id] = (tuple(draft), accepted, after, odds)
-                if n := len(draft) + 1 - len(out.new_token_ids):
+                n, request = len(draft) + 1 - len(out.new_token_ids), self.requests[out.request_id]
+                if n and request.num_computed_tokens:  # else it was preempted while the step ran
                     rejected[out.request_id] = n
-                    self.requests[out.request_id].num_computed_tokens -= n
+                    request.num_computed_tokens -= n
         if verified and self.trace is not None:
-            self.trace(("verify", verified))
+            self.trace(("verify", verified, *self._late(output)))
         if rejected and self.trace is not None:
             self.trace(("rollback", rejected))
 
     def _propose(self, drafts: dict[str, list[int]]) -> None:
-        """Keep draft tokens for the next step. Raises ValueError if that has been decided already."""
-        if self._newest_result < self.step - 1:
+        """Keep draft tokens for a request's next step. Raises ValueError if that has been decided already."""
+        if self._newest_result < self.step - 1 and not self.waits_for_tokens:
             raise ValueError("draft tokens came too late: the step that could verify them has been decided already")
-        kept = {name: tuple(tokens) for name, tokens in drafts.items() if tokens and name in self.requests}
-        for request_id, tokens in kept.items():
-            self.requests[request_id].spec_token_ids = list(tokens)
+        kept = {}
+        for request_id, tokens in drafts.items():
+            request = self.requests.get(request_id)
+            if tokens and request and request.status is RequestStatus.RUNNING:  # it may have been preempted since
+                request.spec_token_ids, kept[request_id] = list(tokens), tuple(tokens)
         if kept and self.trace is not None:
             self.trace(("draft", kept))
+
+    def _late(self, output: SchedulerOutput) -> tuple[int, ...]:
+        """The step of a decision, for the trace, if another one has been decided since."""
+        return () if output.step == self.step - 1 else (output.step,)
 
     def _trace_result(
         self, output: SchedulerOutput, result: ModelRunnerOutput, gained: dict[str, tuple[int, ...]]
     ) -> None:
         """Record what came of a step."""
         if self.trace is not None:
-            late = () if output.step == self.step - 1 else (output.step,)
-            self.trace(("update", self.clock.now(), gained, *late))
+            self.trace(("update", self.clock.now(), gained, *self._late(output)))
             if result.expert_loads:
                 self.trace(("experts", output.step, result.expert_loads))
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from os.path import commonprefix
 from typing import Any
 
@@ -107,8 +107,20 @@ class Trace(Recording):
             TraceError: names the first bad event or step.
         """
         fold, i, finished = Fold(self.start), 0, set[str]()
+        drafts, in_flight = (
+            dict[str, int](),
+            dict[str, int](),
+        )  # how many draft tokens requests have, and are being verified
         for step, events in by_step(self.events):
             for event in events:
+                if event[0] == "draft":
+                    drafts |= {name: len(tokens) for name, tokens in event[1].items()}
+                elif event[0] == "preempt":
+                    drafts.pop(event[1], None)
+                elif event[0] == "schedule":
+                    in_flight |= {name: drafts.pop(name, 0) for name in event[1]}
+                elif event[0] == "update":
+                    in_flight = {name: n for name, n in in_flight.items() if name not in event[2]}
                 if fault := self._fault(event, fold.now, finished):
                     raise TraceError(f"event {i} {event}: {fault}")
                 try:
@@ -116,7 +128,7 @@ class Trace(Recording):
                 except ValueError as error:
                     raise TraceError(f"event {i}: {error}") from error
                 i += 1
-            if fault := find_fault(fold.state()):
+            if fault := find_fault(fold.state(), drafts=in_flight):
                 raise TraceError(f"after step {step} (event {i - 1}): {fault}")
 
     def _fault(self, event: Event, state: State, finished: set[str]) -> str | None:
@@ -194,7 +206,7 @@ class Trace(Recording):
         return names
 
     def to_pandas(self) -> dict[str, Any]:
-        """Tidy tables `steps`, `requests`, `blocks`, `tokens`, `decisions` and `spec_decode`: see `minivllm.core.trace_tables`."""
+        """Tidy tables `steps`, `requests`, `blocks`, `tokens`, `decisions`, `routes` and `spec_decode`: see `minivllm.core.trace_tables`."""
         return trace_tables.tables(self)
 
     def save(self, path: Any, drop_samples: bool = False) -> None:
@@ -265,7 +277,7 @@ class TraceError(ValueError):
     """A trace that contradicts itself. Says at which event."""
 
 
-_OF_A_REQUEST = frozenset(kind for kind, fields in SCHEMA.items() if fields[:1] == ("request",)) - {"add", "finish"}
+_OF_A_REQUEST = {kind for kind, fields in SCHEMA.items() if fields[:1] == ("request",)} - {"add", "finish", "route"}
 
 
 def _too_early(state: State, gained: dict[str, tuple[int, ...]], step: int | None = None) -> str | None:
@@ -283,18 +295,18 @@ def _too_early(state: State, gained: dict[str, tuple[int, ...]], step: int | Non
     return None
 
 
-def find_fault(state: State, ahead: int = 0) -> str | None:
+def find_fault(state: State, ahead: int = 0, drafts: Mapping[str, int] | None = None) -> str | None:
     """What contradicts itself in a state, or None: owners against reference counts, free lists, queues, progress.
 
-    ahead: steps that were decided on tokens that are not known yet.
+    ahead: steps that were decided on tokens that are not known yet. drafts: draft tokens of a request in such a step.
     """
     counts = [0] * len(state.ref_cnt)
-    for request in state.requests.values():
+    for name, request in state.requests.items():
         for table in request.tables:
             for block in table:
                 if block:
                     counts[block] += 1
-        if not 0 <= request.num_computed_tokens <= request.num_tokens + ahead:
+        if not 0 <= request.num_computed_tokens <= request.num_tokens + ahead + (drafts or {}).get(name, 0):
             return f"{request.num_computed_tokens} tokens computed of {request.num_tokens}"
     for block in (block for blocks in state.kept.values() for block in blocks):
         counts[block] += 1
@@ -349,6 +361,9 @@ def _blocks(event: Any) -> str:
 
 
 _TOLD: dict[str, Callable[[Any], str]] = {
+    "route": lambda e: (
+        f"was sent to replica {e.replica} of {len(e.candidates)}: {e.reason or 'the router gave no reason'}"
+    ),
     "add": lambda e: f"arrived with {e.num_prompt} prompt tokens",
     "attributes": lambda e: "asked for " + ", ".join(f"{name}={value!r}" for name, value in e.values.items()),
     "wait": lambda e: f"waited: {REASONS.get(e.reason, e.reason)}",

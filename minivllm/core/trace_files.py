@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -63,7 +64,7 @@ def decode_event(values: list[Any]) -> Event:
     if kind == "draft":
         return (kind, {name: tuple(tokens) for name, tokens in values[1].items()})
     if kind == "verify":
-        return (kind, {name: _freeze(values) for name, values in values[1].items()})
+        return (kind, {name: _freeze(about) for name, about in values[1].items()}, *values[2:])
     if kind == "update":
         return (kind, values[1], {name: tuple(tokens) for name, tokens in values[2].items()}, *values[3:])
     return tuple(v if isinstance(v, dict) else _freeze(v) for v in values)
@@ -239,13 +240,16 @@ def _parquet_lines(path: Path) -> Iterator[tuple[int, str]]:
     yield from enumerate(table.column("event").to_pylist(), start=2)
 
 
+_ROUTER = 3  # the number of its process
+
+
 def _span(pid: int, tid: int | None, name: str, start: float, seconds: float, **args: Any) -> dict[str, Any]:
     more = {"args": args} if args else {}
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start, "dur": seconds * 1e6, **more}
 
 
 def perfetto_events(trace: Recording) -> list[dict[str, Any]]:
-    """The trace as a list of Chrome trace events; times in microseconds."""
+    """The trace as a list of Chrome trace events; times in microseconds. What a router sent here is on the track of this replica."""
     frames = tables(trace)
     steps, requests = frames["steps"], frames["requests"]
     budget = trace.header.settings.get("max_num_batched_tokens")
@@ -282,7 +286,37 @@ def perfetto_events(trace: Recording) -> list[dict[str, Any]]:
         elif row.decision == "policy error" or row.decision.startswith("preempt"):
             scope = {"s": "p", "pid": 1, "tid": 1} if tid is None else {"s": "t", "pid": 2, "tid": tid}
             events.append({"ph": "i", **scope, "name": row.decision, "ts": at, "args": {"why": row.reason}})
-    return events + _rank_events(trace)
+    return events + _route_events(frames["routes"]) + _rank_events(trace)
+
+
+def _route_events(routes: Any) -> list[dict[str, Any]]:
+    """A process for the router, with a track for each replica."""
+    about, events = {"ph": "M", "pid": _ROUTER}, list[dict[str, Any]]()
+    for (at, request), rows in routes.groupby(["time", "request_id"], sort=False):
+        chosen = rows[rows["chosen"]].iloc[0]
+        scores = {f"replica {r.replica}": _plain(r) for r in rows.itertuples()}
+        tid = int(chosen.replica) + 1
+        events.append(
+            {
+                "ph": "i",
+                "s": "t",
+                "pid": _ROUTER,
+                "tid": tid,
+                "name": request,
+                "ts": at * 1e6,
+                "args": {"why": chosen.reason, **scores},
+            }
+        )
+    tracks = [
+        {**about, "tid": t, "name": "thread_name", "args": {"name": f"replica {t - 1}"}}
+        for t in {e["tid"] for e in events}
+    ]
+    return ([{**about, "name": "process_name", "args": {"name": "router"}}] if events else []) + tracks + events
+
+
+def _plain(row: Any) -> str:
+    score = "" if math.isnan(row.score) else f", score {row.score:g}"
+    return f"{row.num_requests} requests, {row.num_tokens} tokens{score}"
 
 
 def _rank_events(trace: Recording) -> list[dict[str, Any]]:
@@ -295,8 +329,20 @@ def _rank_events(trace: Recording) -> list[dict[str, Any]]:
     ]
 
 
-def save_perfetto(trace: Recording, path: str | Path) -> None:
-    """Write a file for ui.perfetto.dev (or chrome://tracing)."""
-    Path(path).write_text(
-        json.dumps({"traceEvents": perfetto_events(trace), "displayTimeUnit": "ms"}), encoding="utf-8"
-    )
+def save_perfetto(trace: Recording | Sequence[Recording], path: str | Path) -> None:
+    """Write a file for ui.perfetto.dev (or chrome://tracing). Several traces: of replicas behind one front, which tell of one router."""
+    events = perfetto_events(trace) if isinstance(trace, Recording) else _of_replicas(trace)
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _of_replicas(traces: Sequence[Recording]) -> list[dict[str, Any]]:
+    """Each replica's processes have numbers and names apart; the router's process is one."""
+    events = []
+    for i, trace in enumerate(traces):
+        for event in perfetto_events(trace):
+            if event["pid"] != _ROUTER:
+                event["pid"] += 1000 * (i + 1)
+                if event["name"] == "process_name":
+                    event["args"] = {"name": f"replica {i}: {event['args']['name']}"}
+            events.append(event)
+    return events

@@ -118,6 +118,7 @@ _SPEC_DECODE = ["request_id", "step", "position", "place", "token_id", "outcome"
                 "sampled_instead", "residual_prob"]  # fmt: skip
 _MEDIA = ["request_id", "modality", "first", "end", "num_embeds", "identifier", "encoded"]
 _EXPERT = ["step", "layer", "expert", "num_tokens"]
+_ROUTE = ["time", "request_id", "replica", "chosen", "num_requests", "num_tokens", "score", "reason"]
 _DECISION = ["step", "request_id", "decision", "num_tokens", "wanted", "reason"]
 
 
@@ -130,6 +131,7 @@ class _Collector(FoldReader):
         self.blocks: list[tuple[Any, ...]] = []
         self.tokens: list[tuple[Any, ...]] = []
         self.decisions: list[tuple[Any, ...]] = []
+        self.routes: list[tuple[Any, ...]] = []
         self.drafts: list[tuple[Any, ...]] = []
         self.experts: list[tuple[int, ...]] = []
         self.media: list[list[Any]] = []
@@ -147,6 +149,10 @@ class _Collector(FoldReader):
 
     def _decide(self, request: str | None, decision: str, n: Any = None, wanted: Any = None, why: Any = None) -> None:
         self.decisions.append((self.number, request, decision, n, wanted, why))
+
+    def _on_route(self, request: str, time: float, replica: int, candidates: Any, reason: str) -> None:
+        for i, about in enumerate(candidates):
+            self.routes.append((time, request, i, i == replica, *about, reason if i == replica else None))
 
     def _on_admit(self, request: str, num_computed: int, num_cached: int) -> None:
         self._decide(request, "admit")
@@ -185,7 +191,8 @@ class _Collector(FoldReader):
             first = self.fold.now.requests[request].num_tokens
             self.tokens += [(request, position, token, step, time) for position, token in enumerate(new, first)]
 
-    def _on_verify(self, drafts: dict[str, Any]) -> None:
+    def _on_verify(self, drafts: dict[str, Any], step: int | None = None) -> None:
+        step = self.number if step is None else step
         for request, (tokens, accepted, after, odds) in drafts.items():
             first = self.fold.now.requests[request].num_tokens
             for place, token in enumerate(tokens):
@@ -193,7 +200,7 @@ class _Collector(FoldReader):
                 outcome = "accepted" if place < accepted else reached
                 p, q, rest = odds[place] if place < len(odds) else (None, None, None)
                 instead = after if outcome == "rejected" else None
-                self.drafts.append((request, self.number, first + place, place, token, outcome, p, q, instead, rest))
+                self.drafts.append((request, step, first + place, place, token, outcome, p, q, instead, rest))
 
     def _on_attributes(self, request: str, values: dict[str, Any]) -> None:
         for name, modality, _, first, length, mask, *_ in values.get("mm_features", ()):
@@ -252,6 +259,8 @@ def tables(trace: Recording) -> dict[str, pd.DataFrame]:
         `blocks`: one row per event of a block. Integers that a row lacks are `<NA>`, here and in `decisions`.
         `tokens`: one row per sampled token.
         `decisions`: one row per decision about a request in a step, with the reason where it got less than it wanted.
+        `routes`: of each request that a router sent here, one row per replica that it could have gone to: requests and prompt tokens there, the
+        router's own `score` of it, and the reason in the row of the one that was `chosen`.
         `spec_decode`: one row per draft token that was verified: its `place` in the draft, and the `outcome`: `accepted`, `rejected`, or `not
         reached` behind a rejected one. Of a trace with samples also its probability for the target and for the proposer (1 if it gave
         none), and, where it was rejected, the probability of the token sampled instead in what the target had left.
@@ -274,6 +283,7 @@ def tables(trace: Recording) -> dict[str, pd.DataFrame]:
         "blocks": blocks.astype({"group": "Int64", "position": "Int64"}),
         "tokens": pd.DataFrame(collector.tokens, columns=_TOKEN),
         "decisions": decisions.astype({"num_tokens": "Int64", "wanted": "Int64"}),
+        "routes": pd.DataFrame(collector.routes, columns=_ROUTE).astype({"score": float}),
         "media": pd.DataFrame(collector.media, columns=_MEDIA).astype({"encoded": "Int64"}),
         "experts": pd.DataFrame(collector.experts, columns=_EXPERT),
         "spec_decode": pd.DataFrame(collector.drafts, columns=_SPEC_DECODE).astype(

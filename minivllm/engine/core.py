@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import EngineConfig
+from minivllm.core.events import Event
 from minivllm.core.kv_connector import make_connector
 from minivllm.core.kv_events import KVEventTap
 from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
@@ -88,11 +89,15 @@ class EngineCore:
         if self._stages > 1:
             self.step = self.step_pipelined  # type: ignore[method-assign]
         self.weight_version, self.asleep, self._awake_step = 0, dict[str, str](), self.step
+        self._torn = ""  # why some weights are new and some old, if they are
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises ValueError if its id is in use or it can never run; nothing has changed then."""
         if request.request_id in self._compiling.waiting or request.request_id in self.scheduler.requests:
             raise ValueError(f"request id {request.request_id!r} is already in use")
+        if self._torn:
+            self._fail([request.request_id])
+            return
         if self._remote and getattr(request.sampling_params, "logits_processors", None):
             raise ValueError(
                 "logits_processors are functions, which cannot be handed to worker processes;"
@@ -368,7 +373,21 @@ class EngineCore:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every rank's model runner, between two steps. See `Executor.collective_rpc`."""
+        """Call a method of every rank's model runner, between two steps. See `Executor.collective_rpc`.
+
+        Raises:
+            ValueError: there is no such method, or it is one that the engine itself must know of.
+        """
+        if method in _ENGINES:
+            raise ValueError(
+                f"collective_rpc({method!r}) would go past the engine, which has {_ENGINES[method]}() for it"
+            )
+        try:
+            return self._call_ranks(method, *args, timeout=timeout, **(kwargs or {}))
+        except AttributeError as error:
+            raise ValueError(f"collective_rpc({method!r}): {error}") from error
+
+    def _call_ranks(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         self.drain()
         found: list[Any] = self.executor.collective_rpc(method, timeout, args, kwargs)
         return found
@@ -381,10 +400,10 @@ class EngineCore:
             ValueError: the ranks are other processes, and the function has no name there. What the function raises.
         """
         if not self._remote:
-            return self.collective_rpc("apply_model", args=(function,))
+            return self._call_ranks("apply_model", function)
         from minivllm.runtime.weights import pack_function
 
-        return self.collective_rpc("apply_model", args=(pack_function(function),))
+        return self._call_ranks("apply_model", pack_function(function))
 
     def _check_idle(self, mode: str) -> None:
         """Wait for the steps in flight. Raises what is wrong with the mode, or that a KV connector still reads blocks."""
@@ -411,7 +430,7 @@ class EngineCore:
         self._check_idle(mode)
         if self.scheduler.is_receiving:
             raise RuntimeError("sleep: blocks are still being filled by a KV connector; try again")
-        self.collective_rpc("check_sleep", args=(level,))
+        self._call_ranks("check_sleep", level)
 
     def _finish_sends(self) -> None:
         """Step until a KV connector has sent the blocks of requests that have ended, `SEND_STEPS` times at most."""
@@ -440,10 +459,10 @@ class EngineCore:
         self._stop_requests(mode)
         self._set_asleep({"kv_cache": "wake_up()", "weights": "wake_up()" if level == 1 else "load_weights()"})
         try:
-            self.collective_rpc("sleep", args=(level,))
+            self._call_ranks("sleep", level)
         except BaseException:
             self.wake_up()
-            if all(self.collective_rpc("has_weights")):
+            if all(self._call_ranks("has_weights")):
                 self._set_asleep({})
             raise
 
@@ -463,14 +482,16 @@ class EngineCore:
         """Take memory back: of the "weights", of the "kv_cache", or of both (None). Weights that were dropped are not there before `load_weights`.
 
         Raises:
-            ValueError: another tag.
+            ValueError: another tag. RuntimeError: `load_weights` has failed half-way, and must be called again.
         """
         if wrong := [tag for tag in tags or () if tag not in ("weights", "kv_cache")]:
             raise ValueError(f"wake_up: tags are 'weights' and 'kv_cache', got {wrong[0]!r}")
         chosen = [tag for tag in self.asleep if tags is None or tag in tags]
         if chosen:
-            self.collective_rpc("wake_up", args=(chosen,))
+            self._call_ranks("wake_up", chosen)
         self._set_asleep({tag: call for tag, call in self.asleep.items() if tag not in chosen or call != "wake_up()"})
+        if self._torn:
+            raise RuntimeError(self._torn)
 
     def is_sleeping(self) -> bool:
         """Whether memory is missing, so that no step can run."""
@@ -483,7 +504,7 @@ class EngineCore:
     def check_load_weights(self, weights: str | None = None, mode: str = "keep") -> None:
         """Raises what `load_weights` would, before anything has changed. weights: a model or a folder, or None, as there."""
         self._check_idle(mode)
-        self.collective_rpc("check_weights", args=(weights,))
+        self._call_ranks("check_weights", weights)
 
     def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
         """Change all weights between two steps. Prefix cache, captured steps and what KV connectors keep are void then.
@@ -494,7 +515,8 @@ class EngineCore:
         Args:
             weights: a model as `EngineArgs.model` names one, a folder of safetensors, a dict or pairs of a name in the checkpoint and a
                 tensor, or None for the checkpoint that the engine was made of.
-            version: a number for them; None for the last one + 1. `RequestOutput.weight_version`, the metrics and traces have it.
+            version: a number for them, not below the last one; None for the last one + 1. `RequestOutput.weight_version`, the metrics
+                and traces have it.
             mode: unfinished requests end ("abort"), or go on ("keep"): they keep their tokens, compute their keys and values anew, and
                 choose the next tokens by the new weights.
 
@@ -502,11 +524,11 @@ class EngineCore:
             The version.
 
         Raises:
-            ValueError: another model, a tensor that is missing, unknown or of a wrong shape, or a model that cannot take others. If some
-                weights were changed by then, no step can run until a call of this method succeeds.
+            ValueError: another model, a tensor that is missing, unknown, of a wrong shape or dtype, or not finite, or a model that cannot
+                take others: all tensors are read once to be checked, before one is changed. RuntimeError: changing them has failed
+                half-way. Unfinished requests and new ones then end with an error, until a call of this method succeeds.
         """
-        if version is not None and (type(version) is not int or version < 0):
-            raise ValueError(f"load_weights: version must be a number from 0 on, got {version!r}")
+        version = next_version(version, self.weight_version)
         from minivllm.runtime.weights import as_path, check_pairs
 
         weights = check_pairs(weights)
@@ -516,24 +538,37 @@ class EngineCore:
         else:
             self._load_weights(weights, mode)
         self._set_asleep({tag: call for tag, call in self.asleep.items() if tag != "weights"})
-        self.weight_version = self.weight_version + 1 if version is None else version
+        self.weight_version, self._torn = version, ""
         self._note_weights()
         return self.weight_version
 
     def _load_weights(self, weights: Weights, mode: str) -> None:
         self._check_idle(mode)
-        self.collective_rpc("check_weights", args=(weights,))
+        self._call_ranks("check_weights", weights)
         self._stop_requests(mode)
         try:
-            self.collective_rpc("load_weights", args=(weights,))
-        except BaseException:
-            if not all(self.collective_rpc("has_weights")):
-                self._set_asleep(self.asleep | {"weights": "load_weights()"})
-            raise
+            self._call_ranks("load_weights", weights)
+        except BaseException as error:
+            if all(self._call_ranks("has_weights")):
+                raise
+            self._torn = f"load_weights has failed half-way, and no step can run until it succeeds: {error!r}"
+            self._set_asleep(self.asleep | {"weights": "load_weights()"})
+            self._fail(self.abort([*self._compiling.waiting, *self.scheduler.requests]))
+            raise RuntimeError(self._torn) from error
+
+    def _fail(self, request_ids: Iterable[str]) -> None:
+        """End requests that no step can run for."""
+        ended = [EngineCoreOutput(name, [], FinishReason.ERROR, error=self._torn) for name in request_ids]
+        self._outputs += ended
+
+    def note(self, event: Event) -> None:
+        """Put an event of someone else, such as a router, into the recording, if there is one."""
+        if self.scheduler.trace is not None:
+            self.scheduler.trace(event)
 
     def _note_weights(self) -> None:
-        if self.scheduler.trace is not None and self.weight_version:
-            self.scheduler.trace(("note", "weight_version", self.weight_version, "load_weights"))
+        if self.weight_version:
+            self.note(("note", "weight_version", self.weight_version, "load_weights"))
 
     def shutdown(self) -> None:
         """Give the executor's memory back, send the last KV events, write the trace that `record_to` began."""
@@ -546,6 +581,24 @@ class EngineCore:
         if self.grammar is not None:
             self.grammar.shutdown()
         self.executor.shutdown()
+
+
+_ENGINES = {
+    "sleep": "sleep",
+    "wake_up": "wake_up",
+    "load_weights": "load_weights",
+    "execute_model": "step",
+    "launch": "step",
+}
+
+
+def next_version(version: int | None, latest: int) -> int:
+    """The version of new weights. Raises ValueError if it is no number, or goes back."""
+    if version is not None and (type(version) is not int or version < latest):
+        raise ValueError(
+            f"load_weights: version must be a number from {latest} on, that of the weights now; got {version!r}"
+        )
+    return latest + 1 if version is None else version
 
 
 def no_step(missing: Mapping[str, str]) -> RuntimeError:

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from minivllm.core.clock import WallClock
 from minivllm.core.config import EngineArgs, EngineConfig
+from minivllm.core.events import Event
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.plugins import load_plugins
 from minivllm.core.request import FinishReason, Request
@@ -25,7 +26,7 @@ from minivllm.engine.llm_engine import LLMEngine, load_tokenizer, warm_up
 from minivllm.engine.wire import Channel, from_columns, in_columns
 from minivllm.lora.adapter import AdapterError
 from minivllm.runtime.executor import read_model
-from minivllm.runtime.weights import Weights, as_path
+from minivllm.runtime.weights import Function, Weights, as_path, pack_function
 from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
 
@@ -35,11 +36,11 @@ __all__ = [
 ]  # fmt: skip
 
 logger = logging.getLogger("minivllm.engine")
+# Methods of EngineCore that the other side may call. Arguments and results must be able to cross (see `engine.wire`).
 CALLS = (
     "reset_prefix_cache", "record_to", "is_lora_read", "pin_lora", "unpin_lora", "check_sleep", "sleep", "wake_up", "missing",
     "check_load_weights", "load_weights", "collective_rpc",
 )  # fmt: skip
-"""Methods of EngineCore that the other side may call. Arguments and results must be able to cross (see `engine.wire`)."""
 
 
 class EngineCoreProc:
@@ -105,6 +106,8 @@ class EngineCoreProc:
                 return [EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(error))]
         elif kind == "prefetch_lora":
             self.core.prefetch_lora(*what)
+        elif kind == "note":
+            self.core.note(tuple(what[0]))
         elif kind == "abort":
             self.core.abort(what[0])
         elif kind == "check":
@@ -182,6 +185,7 @@ class RemoteCore:
 
     grammar: GrammarCompiler | None = None
     asleep: Mapping[str, str] = MappingProxyType({})  # see `EngineCore.missing`; of one core
+    collective_rpc: Callable[..., list[Any]]
 
     @property
     def scheduler(self) -> Any:
@@ -198,9 +202,9 @@ class RemoteCore:
         assert self.grammar is not None
         return self.grammar.submit(params)
 
-    def apply_model(self, function: Any) -> list[Any]:
-        """Raises EngineProcessError."""
-        raise EngineProcessError('a function cannot cross to an engine in another process; use engine_in="thread"')
+    def apply_model(self, function: Function) -> list[Any]:
+        """See `EngineCore.apply_model`. What the function returns must be able to cross, see `engine.wire`."""
+        return self.collective_rpc("apply_model", args=(pack_function(function),))
 
     def watch(self, callback: Callable[[], None]) -> None:
         """There is no need: a file becomes readable, see `fileno`."""
@@ -214,21 +218,23 @@ class EngineCoreClient(RemoteCore):
 
     ``options``: see `LLMEngine.from_engine_args`; objects that would have to cross (policies, transforms) cannot.
     ``warm``: whether to rehearse first, see `llm_engine.warm_up`. ``environment``: what the process has besides this one's.
+    ``clock``: to share with other engines; None for a new one.
 
     Raises:
         ValueError, ...: what loading the model raises there. TypeError: an option that cannot cross. EngineProcessError.
     """
 
     def __init__(
-        self, args: EngineArgs, *, warm: bool = False, environment: Mapping[str, str] | None = None, **options: Any
-    ) -> None:
+        self, args: EngineArgs, *, warm: bool = False, environment: Mapping[str, str] | None = None,
+        clock: WallClock | None = None, **options: Any,
+    ) -> None:  # fmt: skip
         for name, value in options.items():
             if not (value is None or value == () or isinstance(value, str)):
                 raise TypeError(
                     f"{name}: an object cannot be handed to an engine in another process, got {type(value).__name__};"
                     ' use engine_in="thread"'
                 )
-        self.clock = WallClock()
+        self.clock = clock or WallClock()
         self._stats: dict[str, float] = {}
         self._sent = 0
         self._born: dict[str, int] = {}
@@ -261,6 +267,10 @@ class EngineCoreClient(RemoteCore):
             )
         self._send("add", request)
         self._born[request.request_id] = self._sent
+
+    def note(self, event: Event) -> None:
+        """See `EngineCore.note`."""
+        self._send("note", list(event))
 
     def abort(self, request_ids: Any) -> list[str]:
         """End requests in any state; unknown ids are passed over. Returns those that had not ended."""

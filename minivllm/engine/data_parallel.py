@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from minivllm.core.clock import WallClock
 from minivllm.core.config import EngineArgs
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.ray_cluster import cluster_environment, join_cluster, leave_cluster
 from minivllm.core.request import Request
-from minivllm.core.routing import ROUTERS, PrefixAware, Replica, Router
-from minivllm.engine.core import no_step
+from minivllm.core.routing import ROUTERS, PrefixAware, Replica, Router, route
+from minivllm.engine.core import next_version, no_step
 from minivllm.engine.core_process import EngineCoreClient, RemoteCore
 from minivllm.runtime.weights import Weights, as_path
 
@@ -61,7 +62,7 @@ class DataParallelCore(RemoteCore):
         router: chooses one for each request.
 
     Attributes:
-        decisions: (time on the engines' clock, request id, replica, reason) of its last choices.
+        decisions: its last choices, as events (see `core.routing.route`). In a recording each is in the trace of the replica that was chosen.
     """
 
     on_ray = False  # whether it has joined a Ray cluster, for all replicas
@@ -71,7 +72,8 @@ class DataParallelCore(RemoteCore):
         self.replicas = [Replica(i) for i in range(len(self.cores))]
         self.config, self.clock = self.cores[0].config, self.cores[0].clock
         self.generation_config = self.cores[0].generation_config
-        self.decisions: deque[tuple[float, str, int, str]] = deque(maxlen=10_000)
+        self.decisions: deque[Any] = deque(maxlen=10_000)
+        self._records = False
         self._home: dict[str, tuple[Replica, int]] = {}
         self._poll = selectors.DefaultSelector()
         for core in self.cores:
@@ -89,9 +91,11 @@ class DataParallelCore(RemoteCore):
             join_cluster()
             shared = cluster_environment()
 
+        clock = WallClock()  # one for all, so that their traces can be laid side by side
+
         def one(rank: int) -> EngineCoreClient:
             environment = replica_environment(args, rank) | shared
-            return EngineCoreClient(replica_args(args, rank), environment=environment, **options)
+            return EngineCoreClient(replica_args(args, rank), environment=environment, clock=clock, **options)
 
         with ThreadPoolExecutor(len(ranks)) as pool:
             started = [pool.submit(one, rank) for rank in ranks]
@@ -112,13 +116,12 @@ class DataParallelCore(RemoteCore):
 
     def add_request(self, request: Request) -> None:
         """Queue a request at the replica that the router chooses. Raises ValueError as `EngineCoreClient.add_request`, or for a number that no replica has."""
-        chosen = self.router.choose(request, self.replicas)
-        if not 0 <= chosen < len(self.replicas):
-            name = type(self.router).__name__
-            raise ValueError(f"router {name} chose replica {chosen!r}; there are 0 to {len(self.replicas) - 1}")
-        replica = self.replicas[chosen]
-        self.cores[chosen].add_request(request)
-        self.decisions.append((self.clock.now(), request.request_id, chosen, getattr(self.router, "reason", "")))
+        decision: Any = route(self.router, request, self.replicas, self.clock.now())
+        replica, core = self.replicas[decision.replica], self.cores[decision.replica]
+        if self._records:
+            core.note(decision)
+        core.add_request(request)
+        self.decisions.append(decision)
         self._home[request.request_id] = replica, request.num_prompt_tokens
         replica.num_requests += 1
         replica.num_tokens += request.num_prompt_tokens
@@ -211,8 +214,7 @@ class DataParallelCore(RemoteCore):
 
         If one fails none the less, those before it have the new weights. `get_stats` has the smallest version, until a call succeeds.
         """
-        if version is None:
-            version = 1 + int(max(core.get_stats().get("weight_version", 0) for core in self.cores))
+        version = next_version(version, int(max(core.get_stats().get("weight_version", 0) for core in self.cores)))
         with as_path(weights) as path:
             for core in self.cores:
                 core.check_load_weights(path, mode)
@@ -227,6 +229,7 @@ class DataParallelCore(RemoteCore):
     def record_to(self, path: str) -> None:
         """See `EngineCoreClient.record_to`: a file for each replica, with its number before the suffix."""
         stem, suffix = os.path.splitext(path)
+        self._records = True
         for i, core in enumerate(self.cores):
             core.record_to(f"{stem}-{i}{suffix}")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.config import KVTransferConfig
 from minivllm.core.kv_connector import Key, KVConnector
-from minivllm.core.routing import Replica, RoundRobin, Router
+from minivllm.core.routing import Replica, RoundRobin, Router, route
 from minivllm.lab.cost import CostModel, Roofline
 from minivllm.lab.meter import Meter
 from minivllm.lab.parallel import LINKS, Link, Transfers
@@ -54,13 +54,13 @@ class Fleet:
 
     Attributes:
         requests: one row per request, as `Run.requests`, and the number of its `replica`.
-        decisions: (seconds, request id, replica, reason) of each choice of the router.
+        decisions: each choice of the router, as an event (see `core.routing.route`).
         refused: ids of requests that an engine's scheduler would not take, with its reason.
     """
 
     name: str
     requests: pd.DataFrame
-    decisions: list[tuple[float, str, int, str]] = field(default_factory=list)
+    decisions: list[Any] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -129,14 +129,13 @@ def simulate_replicas(
     router, cost = router or RoundRobin(), cost_model or Roofline()
     settings, (front, ticket) = make_settings(config, None, cost), _arrivals(source)
     engines = [_Engine(front, ticket, settings, None, cost) for _ in range(num_replicas)]
-    decisions: list[tuple[float, str, int, str]] = []
+    decisions: list[Any] = []
 
     def place(request: WorkloadRequest, now: float) -> None:
         held = [engine.scheduler.requests.values() for engine in engines]
         replicas = [Replica(i, len(all_), sum(r.num_prompt_tokens for r in all_)) for i, all_ in enumerate(held)]
-        chosen = router.choose(request.to_request(), replicas)
-        decisions.append((now, request.request_id, chosen, getattr(router, "reason", "")))
-        engines[chosen].take(request, now)
+        decisions.append(route(router, request.to_request(), replicas, now))
+        engines[decisions[-1].replica].take(request, now)
 
     _run(engines, front, place)
     return Fleet(type(router).__name__, _table(engines), decisions, [one for e in engines for one in e.refused])

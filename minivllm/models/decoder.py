@@ -2,7 +2,7 @@
 
 # Generated from nbs/models/decoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -419,6 +419,41 @@ class Decoder(Module):
         self._fill(weights)  # a function by itself: what it held of the checkpoint is gone before weights are packed
         self.process_weights_after_loading()
 
+    def check_weights(self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]) -> None:
+        """Raises ValueError where `load_weights` would, and for values that are not finite in this model's dtype. Changes nothing."""
+        n, shapes, optional = self.spec.names, self.spec.weight_shapes(), dict(self._optional_targets())
+        seen, tied = set[str](), dict[str, Tensor | QuantizedWeight]()
+        for name, tensor in self.spec.unpacked(self._usable(weights)):
+            if self.spec.tie_word_embeddings and name in (n.head, n.embedding):
+                tied[name] = tensor
+            if name in optional and not (isinstance(tensor, Tensor) and tensor.numel() == 1 and float(tensor) > 0):
+                raise ValueError(f"{self.spec.family}: {name!r} must be one number above 0")
+            if name.endswith(".rotary_emb.inv_freq") or name in optional or (name == n.head and name in tied):
+                continue
+            self._check_tensor(name, tensor, shapes, seen)
+            seen.add(name)
+        self._check_complete(shapes, seen)
+        head, table = tied.get(n.head), tied[n.embedding] if tied else None
+        if isinstance(head, Tensor) and isinstance(table, Tensor):
+            self._check_tied(torch.equal(head.to(self.dtype), table.to(self.dtype)))
+
+    def _usable(
+        self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]
+    ) -> Iterator[tuple[str, Tensor | QuantizedWeight]]:
+        """Those that `load_weights` reads. Raises ValueError for one of no float dtype, or whose values are not finite in this model's."""
+        limit = torch.finfo(self.dtype).max
+        for name, tensor in weights:
+            if self.spec.full_name(name) is None:
+                continue
+            if isinstance(tensor, Tensor):
+                if not tensor.is_floating_point() or tensor.element_size() == 1:
+                    raise ValueError(
+                        f"tensor {name!r} has dtype {tensor.dtype}; weights are float64, float32, float16 or bfloat16"
+                    )
+                if tensor.numel() and not max(map(abs, map(float, tensor.aminmax()))) <= limit:
+                    raise ValueError(f"tensor {name!r} has values that are no finite numbers in {self.dtype}")
+            yield name, tensor
+
     def renew(self) -> None:
         """Make room for weights that are loaded anew by `load_weights`, which must follow: see `Linear.renew`."""
         for linear in [*self.linears(), *([] if self.head is None else [self.head])]:
@@ -459,12 +494,21 @@ class Decoder(Module):
                 linear is not None and linear not in waiting.values()
             ):  # it is whole, and no other is in memory unrounded
                 linear.method.process_weights_after_loading()
+        self._check_complete(shapes, seen)
+        if isinstance(head, Tensor) and len(self.embedding):
+            self._check_tied(self._is_embedding(self._rows(head)))
+
+    def _check_complete(self, shapes: Iterable[str], seen: Container[str]) -> None:
         if missing := [name for name in shapes if name not in seen]:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            raise ValueError(f"{family}: the checkpoint lacks {', '.join(missing[:5])}{more}")
-        if isinstance(head, Tensor) and len(self.embedding) and not self._is_embedding(self._rows(head)):
+            raise ValueError(f"{self.spec.family}: the checkpoint lacks {', '.join(missing[:5])}{more}")
+
+    def _check_tied(self, same: bool) -> None:
+        if not same:
             n = self.spec.names
-            raise ValueError(f"{family}: tie_word_embeddings is true, but {n.head!r} differs from {n.embedding!r}")
+            raise ValueError(
+                f"{self.spec.family}: tie_word_embeddings is true, but {n.head!r} differs from {n.embedding!r}"
+            )
 
     def _is_embedding(self, rows: Tensor) -> bool:
         return torch.equal(rows.to(self.embedding), self.embedding[: len(rows)])

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.config import INTEGER_BITS, WEIGHT_BITS, ModelFacts, stage_layers
+from minivllm.core.config import INTEGER_BITS, KV_CACHE_DTYPES, WEIGHT_BITS, ModelFacts, stage_layers
 from minivllm.models.hub import resolve_model
 
 __all__ = [
@@ -368,7 +368,7 @@ class LoadedModel:
         block_size: int,
         dtype: str,
         linear_kernel: str | None = None,
-        fp8_kv_cache: bool = False,
+        kv_cache_dtype: str = "auto",
         share: Share | None = None,
         stages: int = 1,
     ) -> ModelFacts:
@@ -378,13 +378,18 @@ class LoadedModel:
         stages: of a pipeline; the weights are those of the largest.
         """
         spec, size = self.spec, DTYPE_BYTES[dtype]
+        number, scale = KV_CACHE_DTYPES[kv_cache_dtype] or (size, 0)
+        kv_specs = spec.kv_cache_specs(block_size, number, share)
+        if scale:
+            options = (("scale_bytes", scale),)
+            kv_specs = [s if s.rules.is_state else replace(s, options=options) for s in kv_specs]
         return ModelFacts(
             name=self.name,
             path=str(self.path),
             vocab_size=spec.vocab_size,
             num_layers=spec.num_layers,
             max_position_embeddings=spec.max_model_len,
-            kv_specs=tuple(spec.kv_cache_specs(block_size, 1 if fp8_kv_cache else size, share)),
+            kv_specs=tuple(kv_specs),
             weight_bytes=max(
                 self._weight_bytes(size, linear_kernel, share, layers)
                 for layers in stage_layers(spec.num_layers, stages)

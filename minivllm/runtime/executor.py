@@ -137,7 +137,7 @@ class EnginePlan:
 
 
 def _kv_dtype(args: EngineArgs) -> torch.dtype | None:
-    return FP8 if args.fp8_kv_cache else None
+    return {"auto": None, "int8_per_token_head": torch.int8}.get(args.kv_cache_dtype, FP8)
 
 
 def read_model(args: EngineArgs) -> LoadedModel:
@@ -180,7 +180,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     if loaded.spec.whole_prompts and args.dtype == "auto" and loaded.checkpoint_dtype == "float32":
         dtype = Decision("dtype", "float32", "the checkpoint's own: vectors are compared with others'")
     facts = loaded.facts(
-        args.block_size, dtype.value, args.linear_kernel, args.fp8_kv_cache, share, args.pipeline_parallel_size
+        args.block_size, dtype.value, args.linear_kernel, args.kv_cache_dtype, share, args.pipeline_parallel_size
     )
     facts = with_pooling(facts, loaded, args)
     block_size = unify_block_size(facts.kv_specs, args.block_size)

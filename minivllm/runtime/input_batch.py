@@ -81,10 +81,12 @@ class InputBatch:
     token_ids: int32 [max_num_seqs, max_model_len], all known tokens. num_tokens, num_computed: int64 [max_num_seqs].
     draws: bool [max_num_seqs], False for a request that gets no tokens (it wants a vector, or failed).
     block_tables: one for each KV cache group.
+    awaited: of a request whose tokens another rank samples: (the step, how many draft tokens it verifies).
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int]) -> None:
         self.row_of: dict[str, int] = {}
+        self.awaited: dict[str, tuple[int, int]] = {}
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
@@ -127,6 +129,7 @@ class InputBatch:
     def drop(self, request_id: str) -> None:
         """Take a row back. A request that never got one (aborted while it waited) is no error."""
         row = self.row_of.pop(request_id, None)
+        self.awaited.pop(request_id, None)
         if row is None:
             return
         for table in self.block_tables:

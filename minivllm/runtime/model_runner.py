@@ -190,7 +190,7 @@ class ModelRunner:
         self.sampling = SamplingState(limits.max_num_seqs, model.spec.vocab_size, self.device)
         self.sampler = Sampler(None, transforms, config.args.logprobs_mode, model.ops.argmax)
         speculative = config.speculative
-        self.drafter = None if speculative is None else self._make_drafter(speculative)
+        self.drafter = self._make_drafter(speculative) if speculative and model.stage.is_last else None
         self._states: tuple[StepInputs, Tensor] | None = None  # hidden states of the last step, for a proposer
         self.pooler = Pooler(model.pooling_head, config.model.pooling.activation)
         self.media = EncoderOutputs(encoder, model.dtype, self.device)
@@ -284,8 +284,8 @@ class ModelRunner:
         )  # memory of a GPU is elsewhere now: what was captured of it is thrown away
 
     def check_weights(self, weights: Weights) -> None:
-        """Raises what `load_weights` raises before it changes anything; see `open_weights`."""
-        open_weights(self.model, self.config.args, weights)
+        """Raises what is wrong with them, before anything has changed; reads them all. See `open_weights`, `Decoder.check_weights`."""
+        self.model.check_weights(open_weights(self.model, self.config.args, weights))
 
     def load_weights(self, weights: Weights) -> None:
         """Fill all weights anew; see `runtime.weights`. Adapters and draft layers (MTP and EAGLE heads, too) stay as they are."""
@@ -351,7 +351,7 @@ class ModelRunner:
             hidden = self._keep_states(self.drafter, step, hidden)
         if not self.model.stage.is_last:
             self.batch.num_computed[step.rows] += step.counts
-            self.batch.append_tokens(step.rows[chosen], ~step.rows[chosen])  # `learn` will name them
+            self.batch.awaited |= {(n := step.request_ids[i]): (output.step, len(guesses.get(n, ()))) for i in chosen}
             return pending
         if self._prompt_done:
             self._compute_prompt_logprobs(step, hidden, pending.output)
@@ -383,12 +383,18 @@ class ModelRunner:
         result.finished_sending, result.finished_recving = connector.end_transfers(sends, output.finished, idle)
         result.invalid_block_ids |= connector.get_block_ids_with_load_errors()
 
-    def learn(self, tokens: Mapping[str, list[int]]) -> None:
-        """Store the newest token of each request, which the last pipeline stage has sampled. For the stages before it."""
-        for request_id, new in tokens.items():
-            if (row := self.batch.row_of.get(request_id)) is not None:
-                rows = np.array([row])
-                self.batch.set_tokens(rows, self.batch.num_tokens[rows] - 1, np.array(new[-1:]))
+    def learn(self, sampled: Sequence[tuple[int, Mapping[str, list[int]]]]) -> None:
+        """Store what the last pipeline stage has sampled. For the stages before it.
+
+        Args:
+            sampled: (step, tokens by request). Those of a request that has lost its row since are passed over.
+        """
+        for step, tokens in sampled:
+            for request_id, new in tokens.items():
+                awaited, drafts = self.batch.awaited.get(request_id, (None, 0))
+                if awaited == step:
+                    del self.batch.awaited[request_id]
+                    self.batch.accept(request_id, drafts, new)
 
     def _update_rows(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         if self.drafter is not None:

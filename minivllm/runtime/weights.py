@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +102,11 @@ Weights = str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | Non
 """A model as `EngineArgs.model` names one, a folder of safetensors alone, names and tensors, or None for the engine's own checkpoint."""
 
 
-def check_pairs(weights: Weights) -> str | Path | Iterable[tuple[str, Tensor]] | None:
-    """Weights with names and tensors as pairs, which are checked as they are asked for. Names of models and folders stay as they are.
+def check_pairs(weights: Weights) -> str | Path | list[tuple[str, Tensor]] | None:
+    """Weights with names and tensors as a list: all are looked at before one is used. Names of models and folders stay as they are.
 
     Raises:
-        ValueError: no name, or no tensor at all.
+        ValueError: no name, no tensor at all, or a name that comes twice.
         TypeError: something else.
     """
     if weights == "":
@@ -117,18 +116,17 @@ def check_pairs(weights: Weights) -> str | Path | Iterable[tuple[str, Tensor]] |
     items = weights.items() if isinstance(weights, Mapping) else weights
     if not isinstance(items, Iterable):
         raise TypeError(_not_weights(weights))
-    pairs = _checked(items)
-    if (first := next(pairs, None)) is None:
-        raise ValueError("load_weights: there is no tensor in what was given")
-    return chain([first], pairs)
-
-
-def _checked(items: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
+    found: dict[str, Tensor] = {}
     for item in items:
         name, tensor = item if isinstance(item, tuple | list) and len(item) == 2 else (None, None)
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise TypeError(_not_weights(item))
-        yield name, tensor
+        if name in found:
+            raise ValueError(f"load_weights: tensor {name!r} came twice")
+        found[name] = tensor
+    if not found:
+        raise ValueError("load_weights: there is no tensor in what was given")
+    return list(found.items())
 
 
 def _not_weights(what: object) -> str:

@@ -43,8 +43,8 @@ from minivllm.viz.assets import document
 from minivllm.viz.dashboard import Dashboard
 
 __all__ = [
-    "UpdateWeights", "create_app", "development_router", "listen", "main", "make_parser", "only_query",
-    "options_from", "run_server", "server_config",
+    "CollectiveRPC", "UpdateWeights", "create_app", "development_router", "listen", "main", "make_parser",
+    "only_query", "options_from", "run_server", "server_config",
 ]  # fmt: skip
 
 logger = logging.getLogger("minivllm.serving")
@@ -229,6 +229,16 @@ class UpdateWeights(BaseModel):
     abort_all_requests: bool = False
 
 
+class CollectiveRPC(BaseModel):
+    """Body of `/collective_rpc`, as vLLM has it: arguments are text."""
+
+    model_config = {"extra": "forbid"}
+    method: str = Field(pattern="^[^_]")
+    args: list[str] = []
+    kwargs: dict[str, str] = {}
+    timeout: float | None = Field(None, gt=0)
+
+
 async def only_query(request: Request, *names: str) -> None:
     """Raises ApiError for other fields in the query, and for a body: they would be ignored."""
     if unknown := sorted(set(request.query_params) - set(names)):
@@ -238,7 +248,7 @@ async def only_query(request: Request, *names: str) -> None:
 
 
 def development_router(state: ServerState) -> APIRouter:
-    """Routes for those who own the machine, as vLLM has them with VLLM_SERVER_DEV_MODE=1: sleep, and other weights."""
+    """Routes for those who own the machine, as vLLM has them with VLLM_SERVER_DEV_MODE=1: sleep, other weights, calls of ranks."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/sleep")
@@ -267,11 +277,17 @@ def development_router(state: ServerState) -> APIRouter:
         version = await done(state.llm.load_weights(body.model_path, body.weight_version, mode), "model_path")
         return {"success": True, "message": "the weights were changed", "weight_version": version}
 
+    @router.post("/collective_rpc")
+    async def collective_rpc(body: CollectiveRPC) -> dict[str, list[Any]]:
+        """What a method of every rank returns: objects and lists as they are, all else as text."""
+        found = await done(state.llm.collective_rpc(body.method, body.timeout, body.args, body.kwargs))
+        return {"results": [x if x is None or isinstance(x, dict | list) else str(x) for x in found]}
+
     async def done(work: Awaitable[Any], param: str | None = None) -> Any:
         """What it returns. 400 for what was asked wrongly, 409 for what cannot be now."""
         try:
             return await work
-        except (ValueError, OSError) as error:
+        except (ValueError, TypeError, OSError) as error:
             raise ApiError(400, str(error), param=param) from error
         except RuntimeError as error:
             state.llm.check_health()

@@ -45,6 +45,7 @@ def pack_lanes(payload: Payload, data: TimelineData) -> dict[str, Any]:
         "policy": data.policy, "reasons": data.reasons, "adapters": [name.split("@")[0] for name in data.adapters], "ids": payload.add_json(data.request_ids),
         "names": payload.add_json([data.names.get(id, id) for id in data.request_ids]),
         "parts": {name: payload.add_numbers(numbers) for name, numbers in parts.items()},
+        **({"routes": payload.add_json(data.routes)} if data.routes else {}),
     }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ class TimelineData:
         adapters: their names; with contents behind an `@`, where the engine adds them.
         budget: most tokens of one step, 0 if the trace does not say.
         names: what requests are called, where that is not their id.
+        routes: where a router sent a request, and why, in words.
     """
 
     request_ids: list[str]
@@ -74,6 +75,7 @@ class TimelineData:
     budget: int
     policy: str
     names: dict[str, str] = field(default_factory=dict)
+    routes: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -109,6 +111,7 @@ class TimelineReader(FoldReader):
         self.media: list[tuple[int, int, int, int]] = []
         self._ranges: dict[str, list[tuple[int, int]]] = {}  # of media, by request
         self._encoded: dict[str, int] = {}  # embeddings, in this step
+        self.routes: dict[str | int, str] = {}  # by number, and by id of those that have not come yet
         self.loras: list[tuple[int, int, int, int]] = []
         self.adapters: dict[str, int] = {}
         self._slots = {slot: (name, 0) for slot, name in self.fold.now.loras.items()}
@@ -209,13 +212,19 @@ class TimelineReader(FoldReader):
         for name, new in tokens.items():
             self.lives[name].output += len(new)
 
-    def _on_verify(self, drafts: dict[str, Any]) -> None:
+    def _on_verify(self, drafts: dict[str, Any], step: int | None = None) -> None:
+        at = self.step if step is None else self.step - (self._number - step)
         for name, (tokens, accepted, *_) in drafts.items():
-            self.drafts.append((self.step, self.lives[name].number, len(tokens), accepted))
+            self.drafts.append((at, self.lives[name].number, len(tokens), accepted))
 
     def _on_add(self, request: str, num_prompt: int, *fields: Any) -> None:
         reason = self._code("arrived") if self.step >= 0 else 0
         self._fresh.append(self._open(request, num_prompt, len(fields[5]), WAITING, reason))
+        if request in self.routes:
+            self.routes[self._fresh[-1].number] = self.routes.pop(request)
+
+    def _on_route(self, request: str, time: float, replica: int, candidates: Any, reason: str) -> None:
+        self.routes[request] = f"to replica {replica} of {len(candidates)}{reason and f': {reason}'}"
 
     def _on_wait(self, request: str, reason: str) -> None:
         life, code = self.lives[request], self._code(reason)
@@ -284,4 +293,5 @@ class TimelineReader(FoldReader):
             step_end=np.array([later if end is None else end for end, later in zip(self.ends, following, strict=True)], np.float64),
             prefill_tokens=steps[:, 0], decode_tokens=steps[:, 1], running=steps[:, 2], waiting=steps[:, 3],
             budget=int(self.header.settings.get("max_num_batched_tokens") or 0), policy=self.header.policy, names=names or {},
+            routes={at: text for at, text in self.routes.items() if isinstance(at, int)},
         )  # fmt: skip

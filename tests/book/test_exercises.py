@@ -52,7 +52,6 @@ WITHOUT = {
     "serving/pd_proxy": "puts together what core/kv_connector has the exercise on",
     "commands/quantize": "is a command; the exercise is in numba_kernels/cpu/matmul/quantized",
     "core/plugins": "is a table of entry points; a guide writes one",
-    "engine/data_parallel": "puts together parts whose exercise is in core/routing",
     "lora/resolver": "finds adapters; the exercises are in the chapters before it",
     "models/fallback": "calls the code of transformers",
     "models/families/encoders": "is a table of families; the exercise is in runtime/pooler",

@@ -31,6 +31,29 @@ def test_twenty_thousand_random_workloads():
         run(i)
 
 
+class Stages(Workload):
+    """Some steps in flight, as by pipeline stages: a request is in one of them, drafts come with its result."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self.scheduler.waits_for_tokens, self.depth = True, rng.choice([2, 3])
+        kinds = (group.spec for group in self.scheduler.kv_cache_manager.groups)
+        if not any(spec.rules.is_state and "ring" not in dict(spec.options) for spec in kinds):
+            self.memory.guess = self.guess
+
+    def run(self) -> None:
+        trace = self.scheduler.record()
+        super().run()
+        trace.check()
+        verified = [event for event in trace.events if event[0] == "verify"]
+        self.late = sum(len(event) > 2 for event in verified)
+
+
+def test_drafts_of_requests_in_several_steps_in_flight():
+    runs = [run_random(Stages, seed) for seed in range(300)]
+    assert all(sum(getattr(w, what) for w in runs) > 100 for what in ("hits", "preemptions", "drafted", "late"))
+
+
 def step(scheduler, memory):
     output = scheduler.schedule()
     scheduler.update_from_output(output, memory.execute(output))

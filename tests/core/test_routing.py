@@ -1,12 +1,16 @@
 """Routers: what they choose, and what they keep."""
 
+import json
 import random
 
 import pytest
 
+from minivllm.core.events import TraceHeader
 from minivllm.core.prefix import extend_block_hashes
 from minivllm.core.request import Request
-from minivllm.core.routing import ROUTERS, LeastLoaded, PrefixAware, Replica, RoundRobin
+from minivllm.core.routing import ROUTERS, LeastLoaded, PrefixAware, Replica, RoundRobin, route
+from minivllm.core.trace import Trace
+from minivllm.core.trace_files import perfetto_events, save_perfetto
 
 
 def request(tokens, name="r", **more) -> Request:
@@ -66,3 +70,63 @@ def test_names_are_those_of_the_blocks():
     PrefixAware(block_size=16).choose(r, [Replica(0)])
     assert r.block_hashes == extend_block_hashes(request(list(range(40))), 16)
     assert set(ROUTERS) == {"round_robin", "least_loaded", "prefix_aware"}
+
+
+@pytest.mark.parametrize("name", [*ROUTERS, "of a cell"])
+def test_each_decision_is_an_event_with_what_the_router_saw(name, tmp_path):
+    """In a trace, its file, its table, its story and Perfetto; two traces of two replicas have one router."""
+
+    class Last:
+        def choose(self, request, replicas):
+            return len(replicas) - 1
+
+    router, traces = ROUTERS.get(name, Last)(), [Trace(TraceHeader()) for _ in range(2)]
+    replicas, rng, seen = [Replica(0), Replica(1)], random.Random(3), []
+    for i in range(12):
+        for replica in replicas:
+            replica.num_requests, replica.num_tokens = rng.randrange(4), rng.randrange(90)
+        given = request([rng.randrange(2)] * 40, f"r{i}")
+        event = route(router, given, replicas, i / 10)
+        held = [(r.num_requests, r.num_tokens) for r in replicas]
+        assert [about[:2] for about in event.candidates] == held and event.time == i / 10
+        scores = [about[2] for about in event.candidates]
+        if name == "least_loaded":
+            assert scores == [n for n, _ in held]
+        elif name == "prefix_aware":
+            names = extend_block_hashes(given, 16)
+            assert scores == [sum(e.replica == r and e.request[0] in names for e in seen) and 2.0 for r in (0, 1)]
+            seen.append(event._replace(request=names))
+        else:
+            assert scores == [None, None]
+        traces[event.replica].events += [event, ("step", i, i / 10)]
+    trace = traces[1]
+    trace.save(tmp_path / "one.jsonl")
+    assert Trace.load(tmp_path / "one.jsonl").events == trace.events
+    trace.check()
+    rows = trace.to_pandas()["routes"]
+    mine = [event for event in trace.events if event[0] == "route"]
+    assert len(rows) == 2 * len(mine) and set(rows[rows.chosen].replica) == {1}
+    assert list(rows[rows.chosen].reason) == [event.reason for event in mine]
+    assert list(zip(rows.num_requests, rows.num_tokens, strict=True)) == [a[:2] for e in mine for a in e.candidates]
+    save_perfetto(traces, tmp_path / "all.json")
+    found = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    marks = [e for e in found if e["ph"] == "i"]
+    assert sorted(e["name"] for e in marks) == sorted(f"r{i}" for i in range(12)) and {e["pid"] for e in marks} == {3}
+    assert {e["name"]: e["tid"] - 1 for e in marks} == {
+        e.request: e.replica for t in traces for e in t.events if e[0] == "route"
+    }
+    called = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
+    assert {"router", "replica 1: engine"} <= set(called.values())
+    (first,) = [e for e in perfetto_events(trace) if e["name"] == mine[0].request]
+    assert (
+        first["args"]["why"] == mine[0].reason and f"{mine[0].candidates[0][0]} requests" in first["args"]["replica 0"]
+    )
+
+
+def test_a_router_that_names_no_replica_is_told_so():
+    class Wrong:
+        def choose(self, request, replicas):
+            return 2
+
+    with pytest.raises(ValueError, match="router Wrong chose replica 2; there are 0 to 1"):
+        route(Wrong(), request([1]), [Replica(0), Replica(1)], 0.0)

@@ -6,19 +6,28 @@ import socket
 from dataclasses import replace
 
 import pytest
+import torch
+from adapters import VARIANTS, peft_adapter
+from ranks import GREEDY, PROMPTS, SIZES
+from safetensors.torch import load_file
 from tiny_models import tiny_model_path
 
 from minivllm.core.clock import WallClock
 from minivllm.core.config import EngineArgs
+from minivllm.core.module import capture_problem
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.ray_cluster import cluster_folder
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.routing import LeastLoaded, RoundRobin
+from minivllm.core.trace import Trace
 from minivllm.engine.async_llm import AsyncLLM
+from minivllm.engine.core import next_version
 from minivllm.engine.core_process import EngineProcessError
 from minivllm.engine.data_parallel import DataParallelCore, replica_args, replica_environment
 from minivllm.engine.llm import LLM
-from minivllm.sampling.params import SamplingParams
+from minivllm.lora.adapter import LoRARequest
+from minivllm.models.loading import SINGLE
+from minivllm.sampling.params import SamplingParams, StructuredOutputsParams
 
 __all__ = ["tiny_model_path"]
 
@@ -29,7 +38,7 @@ class FakeCore:
     config, generation_config, asleep = None, {}, {}
 
     def __init__(self, number: int) -> None:
-        self.number, self.clock, self.asked, self.ready = number, WallClock(), [], []
+        self.number, self.clock, self.asked, self.ready, self.noted = number, WallClock(), [], [], []
         self.ours, self.theirs = socket.socketpair()
 
     def fileno(self) -> int:
@@ -43,6 +52,9 @@ class FakeCore:
         if request.num_prompt_tokens > 50:
             raise ValueError("too long")
         self.asked.append(("add", request.request_id))
+
+    def note(self, event) -> None:
+        self.noted.append(event)
 
     def abort(self, ids: list[str]) -> list[str]:
         self.asked.append(("abort", *ids))
@@ -83,7 +95,7 @@ def test_requests_go_where_the_router_says_and_their_ends_are_counted(front):
         front.add_request(request(name))
     assert a.asked == [("add", "w"), ("add", "y")] and b.asked == [("add", "x"), ("add", "z")]
     assert [(r.num_requests, r.num_tokens) for r in front.replicas] == [(2, 6), (2, 6)]
-    assert not front.has_requests()
+    assert not front.has_requests() and not a.noted and [event.replica for event in front.decisions] == [0, 1, 0, 1]
     b.produce(token("x"), token("z", last=True))
     a.produce(token("w", last=True))
     assert front.has_requests() and {o.request_id for o in front.step()} == {"w", "x", "z"}
@@ -143,7 +155,7 @@ class Sleeper(FakeCore):
     def load_weights(self, weights: str, version: int | None, mode: str) -> int:
         if self.refused == "load":
             raise ValueError("lacks a tensor")
-        self.version = self.version + 1 if version is None else version
+        self.version = next_version(version, self.version)
         return self.version
 
 
@@ -164,6 +176,9 @@ def test_all_replicas_sleep_or_none_and_all_have_one_version():
         front.load_weights("x")
     assert (a.version, b.version) == (1, 0) and front.get_stats()["weight_version"] == 0
     b.refused = ""
+    with pytest.raises(ValueError, match="from 1 on"):
+        front.load_weights("x", version=0)
+    assert (a.version, b.version) == (1, 0)
     assert front.load_weights("x") == 2 == a.version == b.version == front.get_stats()["weight_version"]
     front.sleep()
     with pytest.raises(RuntimeError, match=r"it needs kv_cache by wake_up\(\)"):
@@ -211,8 +226,8 @@ def test_one_engine_refuses_to_be_several():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, pytest.param("ray", marks=pytest.mark.long)])
-def test_two_real_replicas_give_the_tokens_of_one(backend, tiny_model_path):
-    """By Ray, each has two ranks, and one cluster serves both."""
+def test_two_real_replicas_give_the_tokens_of_one(backend, tiny_model_path, tmp_path):
+    """By Ray, each has two ranks, and one cluster serves both. The traces of the replicas tell of the router, on one clock."""
     if backend == "ray":
         pytest.importorskip("ray", reason="needs Ray: pip install 'minivllm[scale]'")
     path = str(tiny_model_path("llama"))
@@ -227,6 +242,7 @@ def test_two_real_replicas_give_the_tokens_of_one(backend, tiny_model_path):
         ranks = {"distributed_executor_backend": backend, "tensor_parallel_size": 2 if backend else 1}
         args = EngineArgs(model=path, data_parallel_size=2, **ranks, **sizes)
         engine = AsyncLLM.from_engine_args(args, engine_in="process", router=RoundRobin())
+        await engine.record_to(str(tmp_path / "run.jsonl"))
 
         async def one(prompt: str) -> str:
             async for output in engine.generate(prompt, greedy):
@@ -236,7 +252,7 @@ def test_two_real_replicas_give_the_tokens_of_one(backend, tiny_model_path):
         assert await asyncio.gather(*map(one, prompts)) == want
         front = engine.llm_engine.core
         assert all(core.get_stats()["num_steps"] > 0 for core in front.cores)
-        assert [(replica, why) for _, _, replica, why in front.decisions] == [(i % 2, "its turn") for i in range(6)]
+        assert [(event.replica, event.reason) for event in front.decisions] == [(i % 2, "its turn") for i in range(6)]
         front.cores[1].process.kill()
         with pytest.raises(Exception, match="was killed by SIGKILL"):
             for prompt in prompts:
@@ -246,4 +262,68 @@ def test_two_real_replicas_give_the_tokens_of_one(backend, tiny_model_path):
         assert cluster_folder() is None
 
     asyncio.run(main())
+    trace = Trace.load(tmp_path / "run-0.jsonl")
+    trace.check()
+    sent = [event for event in trace if event.kind == "route"]
+    added = {event.request: event.arrival for event in trace if event.kind == "add"}
+    assert [(event.replica, event.reason) for event in sent[:3]] == [(0, "its turn")] * 3
+    assert all(0 <= event.time - added[event.request] < 5 for event in sent)
+    assert len(trace.to_pandas()["routes"]) == 2 * len(sent)
     assert issubclass(EngineProcessError, RuntimeError)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3"])
+@pytest.mark.parametrize("backend", ["mp", "ray"])
+def test_two_replicas_of_two_families(name, backend, tiny_model_path, tmp_path):
+    """With preemption, prefix hits, an adapter, drafts and a structure; then other weights, sleep, and a function of the models."""
+    if backend == "ray":
+        pytest.importorskip("ray", reason="needs Ray: pip install 'minivllm[scale]'")
+    path, blocks = str(tiny_model_path(name)), 17 if name == "gemma3" else 9
+    peft_adapter(name, VARIANTS["all-linear"], tmp_path / "one", 1)
+    state = {key: 0.5 * torch.roll(tensor, 1, 0) for key, tensor in load_file(f"{path}/{SINGLE}").items()}
+    sizes = {**SIZES, "num_gpu_blocks": blocks, "max_model_len": 128, "enable_lora": True}
+    sizes |= {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "dynamic_length": False}}
+    choice = StructuredOutputsParams(choice=["yes, of course", "no, never"])
+    params = [SamplingParams(temperature=0, max_tokens=20, structured_outputs=choice), *[GREEDY] * 7]
+    prompts = ["Is it so?", *PROMPTS[:3], *PROMPTS[:4]]
+    adapters = [None, None, *[LoRARequest("one", 1, str(tmp_path / "one"))] * 3, None, None, None]
+    with LLM(path, **sizes | {"num_gpu_blocks": 100}) as llm:
+        ask = {"use_tqdm": False, "lora_request": adapters}
+        old = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, **ask)]
+        llm.load_weights(state.items())
+        new = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, **ask)]
+    assert old != new
+
+    async def main(engine: AsyncLLM) -> None:
+        async def one(i: int) -> list[int]:
+            async for output in engine.generate(prompts[i], params[i], lora_request=adapters[i]):
+                last = output
+            return list(last.outputs[0].token_ids)
+
+        async def all_tokens() -> list[list[int]]:
+            return await asyncio.gather(*map(one, range(len(prompts))))
+
+        assert await all_tokens() == old and await all_tokens() == old
+        stats = [core.get_stats() for core in engine.llm_engine.core.cores]
+        for what in ("num_preemptions", "prefix_cache_hits", "spec_decode_num_draft_tokens"):
+            assert all(one[what] > 0 for one in stats), (what, [one[what] for one in stats])
+        assert await engine.load_weights(state.items()) == 1 and await all_tokens() == new
+        await engine.sleep(level=2)
+        assert await engine.is_sleeping()
+        assert await engine.load_weights() == 2
+        await engine.wake_up()
+        assert await all_tokens() == old
+        await engine.sleep()
+        await engine.wake_up()
+        assert await all_tokens() == old
+        assert await engine.apply_model(capture_problem) == ["SDPABackend is not declared capturable"] * 2
+
+    args = EngineArgs(model=path, data_parallel_size=2, distributed_executor_backend=backend, **sizes)
+    engine = AsyncLLM.from_engine_args(args, engine_in="process", router=RoundRobin())
+    try:
+        asyncio.run(main(engine))
+    finally:
+        engine.shutdown()
+    assert cluster_folder() is None

@@ -106,7 +106,14 @@ def test_bfloat16_tokens_of_smollm2_agree_with_transformers_up_to_near_ties(smol
 
 
 @pytest.mark.parametrize(
-    ("name", "kv"), [("llama-64", "auto"), ("qwen3-64", "auto"), ("gemma3-64", "auto"), ("qwen3-64", "fp8")]
+    ("name", "kv"),
+    [
+        ("llama-64", "auto"),
+        ("qwen3-64", "auto"),
+        ("gemma3-64", "auto"),
+        ("qwen3-64", "fp8"),
+        ("gemma3-64", "int8_per_token_head"),
+    ],
 )
 def test_graphs_and_swapping_change_no_token(folder, name, kv):
     how = {"dtype": "bfloat16", "attention_backend": "numba_cuda", "kv_cache_dtype": kv}

@@ -3,7 +3,9 @@
 import asyncio
 import copy
 import os
+import re
 import sys
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import hf_model, randomise, save_tiny_model
 
 from minivllm.core.config import EngineArgs
+from minivllm.core.module import capture_problem
 from minivllm.engine.async_llm import AsyncLLM
-from minivllm.engine.core_process import EngineProcessError
 from minivllm.engine.llm import LLM
+from minivllm.models.decoder import Decoder
 from minivllm.models.loading import SINGLE
 from minivllm.runtime import weights
 from minivllm.runtime.weights import Parked, pack_function
@@ -118,7 +121,7 @@ def test_requests_in_flight_go_on_by_the_new_weights_or_end(llm, two):
         engine.load_weights(mode="wait")
 
 
-def test_what_is_wrong_is_said_before_a_weight_changes_or_no_step_runs(llm, two, tmp_path):
+def test_what_is_wrong_is_said_before_a_weight_changes(llm, two, tmp_path):
     old = tokens(llm)
     other = save_tiny_model("llama-mha", tmp_path / "other")
     with pytest.raises(ValueError, match="is another model"):
@@ -135,14 +138,30 @@ def test_what_is_wrong_is_said_before_a_weight_changes_or_no_step_runs(llm, two,
     save_file(state, tmp_path / "part" / SINGLE)
     with pytest.raises(ValueError, match="lacks model.norm.weight"):
         llm.load_weights(tmp_path / "part")
-    with pytest.raises(RuntimeError, match="sleeps"):
-        llm.generate("x", use_tqdm=False)
-    with pytest.raises(RuntimeError, match=r"weights by load_weights\(\)"):
-        llm.llm_engine.step()
-    llm.wake_up()
-    assert llm.is_sleeping()
-    llm.load_weights(load_file(f"{two[0]}/{SINGLE}"))  # a dict
+    state = load_file(f"{two[1]}/{SINGLE}")
+    first, (name, matrix) = next(iter(state)), next((n, t) for n, t in reversed(state.items()) if t.ndim == 2)
+    nan, big = matrix.clone(), matrix.double()
+    nan[-1, -1], big[-1, -1] = torch.nan, 1e300
+    for wrong, said in (
+        ({"model.extra.weight": torch.ones(2)}, "has a tensor 'model.extra.weight' that this model has no place for"),
+        ({name: matrix[1:].clone()}, f"{name}' must have shape"),
+        ({name: nan}, f"tensor '{name}' has values that are no finite numbers"),
+        ({name: big}, f"tensor '{name}' has values that are no finite numbers in torch.float32"),
+        ({name: matrix.int()}, f"tensor '{name}' has dtype torch.int32"),
+        ({name: matrix.to(torch.float8_e4m3fn)}, f"tensor '{name}' has dtype torch.float8"),
+        ({"model.layers.0.self_attn.k_scale": torch.tensor(-1.0)}, "must be one number above 0"),
+    ):
+        for given in (state | wrong, iter((state | wrong).items())):
+            with pytest.raises(ValueError, match=re.escape(said)):
+                llm.load_weights(given)
+    with pytest.raises(ValueError, match=f"tensor '{first}' came twice"):
+        llm.load_weights([*state.items(), (first, state[first])])
+    assert tokens(llm) == old and llm.llm_engine.weight_version == 0
+    assert llm.load_weights(load_file(f"{two[0]}/{SINGLE}"), version=5) == 5  # a dict
     assert tokens(llm) == old
+    with pytest.raises(ValueError, match="must be a number from 5 on, that of the weights now; got 4"):
+        llm.load_weights(version=4)
+    assert llm.load_weights(version=5) == 5
     llm.sleep()
     llm.wake_up("weights")
     assert llm.llm_engine.core.missing() == {"kv_cache": "wake_up()"}
@@ -151,6 +170,35 @@ def test_what_is_wrong_is_said_before_a_weight_changes_or_no_step_runs(llm, two,
         llm.sleep(3)
     with pytest.raises(ValueError, match="'weights' and 'kv_cache', got 'cache'"):
         llm.wake_up(["cache"])
+
+
+def test_weights_that_are_torn_end_requests_with_an_error(llm, two, monkeypatch):
+    """Loading fails when some weights have changed: nothing waits for ever, and no call says that all is well."""
+    old, engine, load = tokens(llm), llm.llm_engine, Decoder.load_weights
+
+    def fail(model, weights):
+        load(model, islice(weights, 3))
+
+    engine.add_request("x", PROMPTS[0], GREEDY)
+    engine.step()
+    monkeypatch.setattr(Decoder, "load_weights", fail)
+    with pytest.raises(RuntimeError, match="load_weights has failed half-way.*lacks"):
+        engine.load_weights(two[1])
+    engine.add_request("y", PROMPTS[1], GREEDY)
+    ended = engine.step()
+    assert [o.request_id for o in ended] == ["x", "y"] and all("half-way" in o.error for o in ended)
+    assert not engine.has_unfinished_requests()
+    with pytest.raises(RuntimeError, match="sleeps"):
+        llm.generate("x", use_tqdm=False)
+    with pytest.raises(RuntimeError, match=r"weights by load_weights\(\)"):
+        engine.step()
+    for tags in (None, ["weights"]):
+        with pytest.raises(RuntimeError, match="failed half-way"):
+            llm.wake_up(tags)
+    assert llm.is_sleeping() and engine.weight_version == 0
+    monkeypatch.undo()
+    llm.load_weights(load_file(f"{two[0]}/{SINGLE}"))
+    assert tokens(llm) == old and not llm.is_sleeping()
 
 
 def test_a_model_of_transformers_sleeps_with_its_weights(two):
@@ -173,6 +221,10 @@ def test_a_function_of_the_model(llm):
     assert llm.collective_rpc("has_weights") == [True]
     with pytest.raises(ValueError, match="by its module and name"):
         pack_function(lambda model: 1)
+    for method, said in (("sleep", "which has sleep"), ("load_weights", "which has load"), ("fly", "attribute 'fly'")):
+        with pytest.raises(ValueError, match=rf"^collective_rpc\('{method}'\).*{said}"):
+            llm.collective_rpc(method, args=(1,))
+    assert not llm.is_sleeping()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="gives pages back by madvise")
@@ -343,8 +395,10 @@ def test_requests_wait_while_the_engine_sleeps(place, two):
         assert list(output.outputs[0].token_ids) == want and output.weight_version == 1
         assert await engine.collective_rpc("has_weights") == [True]
         if place == "process":
-            with pytest.raises(EngineProcessError, match="cannot cross"):
-                await engine.apply_model(len)
+            assert await engine.apply_model(capture_problem) == [None]
+            for function, words in ((lambda model: 1, "by its module and name"), (copy.copy, "cannot cross")):
+                with pytest.raises((TypeError, ValueError), match=words):
+                    await engine.apply_model(function)
 
     engine = AsyncLLM.from_engine_args(EngineArgs(model=two[0], **SIZES), engine_in=place)
     try:

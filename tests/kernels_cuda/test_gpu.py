@@ -1,12 +1,24 @@
 """The kernels on a GPU against float64. Skipped, with the reason, where there is none."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from cuda_weights import WEIGHTS, random_weight
 from quantized_checkpoints import CASES, write_checkpoint
 
-from minivllm.attention.backend import FP8, AttentionBatch, AttentionSpec, KVScales, as_bytes, to_fp8
+from minivllm.attention.backend import (
+    FP8,
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVScales,
+    as_bytes,
+    int8_parts,
+    to_fp8,
+    to_int8,
+)
 from minivllm.attention.numba_cuda import NumbaCudaBackend, NumbaCudaInvariantBackend
 from minivllm.attention.select import make_backend, select_backend
 from minivllm.models.decoder import Decoder
@@ -57,7 +69,10 @@ class Case:
         size = (2, int(need.sum()) + 1, block, spec.num_kv_heads, spec.head_dim)
         numbers = torch.randn(size, generator=generator, device=CUDA, dtype=torch.float32)
         self.cache = numbers.to(spec.dtype)
-        if spec.kv_dtype is not None:
+        if spec.kv_dtype == torch.int8:
+            self.cache = torch.zeros(NumbaCudaBackend().kv_cache_shape(size[1], spec), dtype=torch.int8, device=CUDA)
+            AttentionBackend.write(NumbaCudaBackend(), *numbers.flatten(1, 2), self.cache, torch.arange(size[1] * block, device=CUDA))  # fmt: skip
+        elif spec.kv_dtype is not None:
             self.cache = torch.stack([as_bytes(to_fp8(x, scale)) for x, scale in zip(numbers, scales)]).view(FP8)
         size = (int(self.query_lens.sum()), spec.num_heads, spec.head_dim)
         self.q = (2 * torch.randn(size, generator=generator, device=CUDA)).to(spec.dtype)
@@ -74,7 +89,7 @@ class Case:
         row = 0
         for s, (new, n) in enumerate(zip(self.query_lens.tolist(), self.seq_lens.tolist())):
             pages = torch.from_numpy(self.table[s, : -(-n // spec.block_size)]).long().to(CUDA)
-            k, v = as_bytes(self.cache)[:, pages].view(self.cache.dtype).flatten(1, 2)[:, :n].double()
+            k, v = self._stored(pages).flatten(1, 2)[:, :n]
             k, v = k * self.scales.k, v * self.scales.v
             q = self.q[row : row + new].double().unflatten(1, (spec.num_kv_heads, -1))
             score = torch.einsum("tkgd,nkd->tkgn", q, k) * spec.scale
@@ -89,9 +104,17 @@ class Case:
             row += new
         return want
 
+    def _stored(self, pages):
+        if self.spec.kv_dtype == torch.int8:
+            numbers, scales = int8_parts(self.cache)
+            return numbers[:, pages].double() * scales[:, pages].transpose(-1, -2)[..., None].double()
+        return as_bytes(self.cache)[:, pages].view(self.cache.dtype).double()
+
     def _poison(self):
         block, cache = self.spec.block_size, as_bytes(self.cache)
-        nan = torch.nan if cache is self.cache else 0x7F
+        nan = 0x7F if self.cache.dtype == FP8 else torch.nan
+        if self.cache.dtype == torch.int8:
+            cache = int8_parts(self.cache)[1].transpose(-1, -2)
         cache[:, 0] = nan
         for s, n in enumerate(self.seq_lens.tolist()):
             if n % block:
@@ -140,7 +163,7 @@ SHAPES = [
 
 def spec_id(spec):
     extra = "".join(f"-{n}{getattr(spec, n)}" for n in ("sliding_window", "chunk", "soft_cap") if getattr(spec, n))
-    extra += "-fp8" if spec.kv_dtype is not None else ""
+    extra += {None: "", FP8: "-fp8", torch.int8: "-int8"}[spec.kv_dtype]
     return f"{str(spec.dtype)[6:]}-d{spec.head_dim}-g{spec.group_size}-b{spec.block_size}{extra}"
 
 
@@ -189,6 +212,46 @@ def test_an_fp8_cache(spec):
                 got = case.run(backend)
                 assert relative_error(got, case.want) < TOLERANCE[spec.dtype], (query_lens, seq_lens, scales)
                 assert torch.equal(case.run(backend), got), "the result moves from run to run: a race"
+
+
+@pytest.mark.parametrize("spec", [replace(spec, kv_dtype=torch.int8) for spec in FP8_SHAPES], ids=spec_id)
+def test_an_int8_cache(spec):
+    """Values of an int8 cache are weighted in bfloat16, whatever the model's dtype."""
+    lens = np.exp(np.random.default_rng(1).uniform(0, np.log(16384), 40)).astype(int).clip(1).tolist()
+    for query_lens, seq_lens in (
+        ([1] * 5, [1, 2, 17, 400, 1500]),
+        ([1] * 40, lens),
+        ([37, 1, 200, 1, 9], [37, 300, 900, 5, 1000]),
+    ):
+        case = Case(spec, query_lens, seq_lens)
+        for backend in (NumbaCudaBackend(), NumbaCudaInvariantBackend()):
+            got = case.run(backend)
+            assert relative_error(got, case.want) < TOLERANCE[BF16], (query_lens, seq_lens)
+            assert torch.equal(case.run(backend), got), "the result moves from run to run: a race"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dim", [80, 256])
+def test_writes_to_an_int8_cache_are_those_of_torch(dtype, dim):
+    cache = torch.zeros(2, 20, 8, 3, dim + 4, dtype=torch.int8, device=CUDA)
+    fused, slots = (100 * torch.randn(100, 12, dim, device=CUDA)).to(dtype), torch.randperm(160, device=CUDA)[:100]
+    fused[0, 6], fused[1, 6, 3] = 0, torch.nan
+    NumbaCudaBackend().write(fused[:, 6:9], fused[:, 9:], cache, slots)
+    numbers, scales = int8_parts(cache)
+    for half, x in enumerate((fused[:, 6:9], fused[:, 9:])):
+        want, want_scales = to_int8(x)
+        got, got_scales = numbers[half, slots // 8, slots % 8], scales[half, slots // 8, :, slots % 8]
+        assert torch.equal(got_scales.isnan(), want_scales.isnan()) and got_scales.isnan().any() == (half == 0)
+        assert ((got_scales / want_scales - 1).nan_to_num(0).abs() < 1e-6).all()
+        apart = (got.int() - want.int()).abs()[~want_scales.isnan()]
+        assert apart.max() <= 1 and (apart > 0).float().mean() < 1e-2  # a division that is not rounded to nearest
+    others = torch.ones(160, dtype=torch.bool, device=CUDA)
+    others[slots] = False
+    assert not numbers.flatten(1, 2)[:, others].any() and not scales.transpose(-1, -2).flatten(1, 2)[:, others].any()
+    moved = torch.zeros(2, 5, 8, 3, dim + 4, dtype=torch.int8).pin_memory()
+    NumbaCudaBackend().copy_blocks(cache, moved, [(3, 4), (7, 0)])
+    torch.cuda.synchronize()
+    assert torch.equal(moved[:, [4, 0]], cache[:, [3, 7]].cpu())
 
 
 @needs_fp8
@@ -243,7 +306,9 @@ def test_ragged_decode_batches(batch):
 
 
 @each_rung
-@pytest.mark.parametrize("kv_dtype", [None, pytest.param(FP8, marks=needs_fp8)], ids=["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "kv_dtype", [None, pytest.param(FP8, marks=needs_fp8), torch.int8], ids=["bf16", "fp8", "int8"]
+)
 def test_prefill_lengths_around_the_tile(kv_dtype):
     for n in (2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129):
         case = Case(make_spec(kv_heads=1, kv_dtype=kv_dtype), [n, n], [n, n + 77])
@@ -399,8 +464,8 @@ def test_rope(dim, norm):
     assert relative_error(got, rotated[0]) < TOLERANCE[BF16]
     assert relative_error(stored[0], rotated[1]) < TOLERANCE[BF16]
     assert torch.equal(stored[1].double(), v)
+    before = got.clone()
     if ops.fp8_unsupported(CUDA) is None:
-        before = got.clone()
         qkv.copy_(given.flatten(1))
         cache, scales = torch.zeros_like(cache, dtype=FP8), KVScales(0.5, 0.013)
         more = {"q_weight": weights[0], "k_weight": weights[1], "k_scale": scales.k, "v_scale": scales.v}
@@ -409,6 +474,17 @@ def test_rope(dim, norm):
         halves = as_bytes(cache).flatten(1, 2)[:, slots]
         for half, x, scale in zip(halves, stored, scales):
             assert torch.equal(half, as_bytes(to_fp8(x, scale)))
+    qkv.copy_(given.flatten(1))
+    cache = torch.zeros(2, 10, block, kv_heads, dim + 4, dtype=torch.int8, device=CUDA)
+    again = ops.rope_and_cache(
+        qkv, cache, table, positions, slots, num_heads=heads, q_weight=weights[0], k_weight=weights[1]
+    )
+    assert torch.equal(again, before)
+    numbers, scales = int8_parts(cache)
+    for half, x in enumerate(stored):
+        want, want_scales = to_int8(x)
+        assert torch.allclose(scales[half, slots // block, :, slots % block], want_scales, rtol=1e-6)
+        assert (numbers[half, slots // block, slots % block].int() - want.int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

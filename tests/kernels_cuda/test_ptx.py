@@ -57,6 +57,10 @@ KERNELS = {
     "decode mma 96, fp8": (lambda: decode.mma_split_kv(AttentionShape(FP16, 96, 8, 8, True, True), 4), 128),
     "decode mma 128, fp8": (lambda: decode.mma_split_kv(AttentionShape(BF16, 128, 4, 16, fp8_kv=True), 8), 128),
     "decode mma 256, fp8": (lambda: decode.mma_split_kv(AttentionShape(BF16, 256, 4, 16, fp8_kv=True), 4), 255),
+    "decode mma 64, int8": (lambda: decode.mma_split_kv(AttentionShape(BF16, 64, 3, 16, int8_kv=True), 2), 128),
+    "decode mma 96, int8": (lambda: decode.mma_split_kv(AttentionShape(FP16, 96, 8, 8, True, int8_kv=True), 4), 128),
+    "decode mma 128, int8": (lambda: decode.mma_split_kv(AttentionShape(BF16, 128, 4, 16, int8_kv=True), 8), 128),
+    "decode mma 256, int8": (lambda: decode.mma_split_kv(AttentionShape(BF16, 256, 4, 16, int8_kv=True), 4), 255),
     "prefill fma": (lambda: prefill_rungs().fma_tiles(AttentionShape(BF16, 128, 4, 16)), 128),
     "prefill mma 64": (lambda: mma_tiles(AttentionShape(FP16, 64, 3, 16, True)), 255),
     "prefill mma 80": (lambda: mma_tiles(AttentionShape(BF16, 80, 1, 32)), 255),
@@ -71,6 +75,11 @@ KERNELS = {
     "prefill wgmma 128": (lambda: prefill_hopper.wgmma_tiles(AttentionShape(BF16, 128, 4, 16)), 168),
     "prefill wgmma 128, capped": (lambda: prefill_hopper.wgmma_tiles(AttentionShape(FP16, 128, 7, 256, True)), 168),
     "prefill wgmma 256": (lambda: prefill_hopper.wgmma_tiles(AttentionShape(FP16, 256, 4, 16)), 168),
+    "prefill mma 64, int8": (lambda: mma_tiles(AttentionShape(FP16, 64, 3, 16, True, int8_kv=True)), 255),
+    "prefill mma 128, int8": (lambda: mma_tiles(AttentionShape(BF16, 128, 4, 16, int8_kv=True)), 255),
+    "prefill mma 256, int8": (lambda: mma_tiles(AttentionShape(BF16, 256, 4, 16, int8_kv=True)), 255),
+    "reshape_and_cache to int8": (lambda: cache.reshape_and_cache_int8(BF16, 8, 128, 16), 64),
+    "rope to int8": (lambda: pointwise.rope_and_cache(BF16, 32, 8, 128, 16, True, False, True), 64),
     "reshape_and_cache to fp8": (lambda: cache.reshape_and_cache(16, 128, BF16), 64),
     "rope to fp8": (lambda: pointwise.rope_and_cache(BF16, 32, 8, 128, 16, True, True), 64),
     "reshape_and_cache": (lambda: cache.reshape_and_cache(16), 64),
@@ -82,6 +91,7 @@ KERNELS = {
     "gemv mma": (lambda: gemv.mma_gemv(BF16, 3072, 8, 8), 168),
     "gemv mma, gated": (lambda: gemv.mma_gemv(FP16, 1000, 16, 2, True), 168),
     "quantized gemv mma, int4": (lambda: quantized_gemv("int4", 4096, 128, BF16, 8), 128),
+    "quantized gemv mma, int4, float16": (lambda: quantized_gemv("int4", 4096, 128, FP16, 8, dtype=FP16), 128),
     "quantized gemv mma, int4 by 16": (lambda: quantized_gemv("int4", 12288, 128, FP16, 16, True), 255),
     "quantized gemv mma, int4 by outputs": (lambda: quantized_gemv("int4", 4096, 4096, FP16, 8, True, 24576), 128),
     "quantized gemv mma, fp8": (lambda: quantized_gemv("fp8", 4096, 128, "float32", 16), 255),
@@ -103,8 +113,8 @@ def prefill_rungs():
     return chapter_cells("numba_kernels/cuda/prefill", "fma_tiles")
 
 
-def quantized_gemv(kind, features, group, scale, rows, zeros=False, outputs=8192):
-    format = quantized.Format(kind, BF16, features, group, scale, zeros)
+def quantized_gemv(kind, features, group, scale, rows, zeros=False, outputs=8192, dtype=BF16):
+    format = quantized.Format(kind, dtype, features, group, scale, zeros)
     return quantized.quantized_gemv(format, rows, quantized.choose_tiling(format, outputs, rows, 132, (9, 0)))
 
 

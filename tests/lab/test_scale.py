@@ -177,8 +177,8 @@ def test_a_router_that_knows_prefixes_finds_them():
         assert len(fleet.requests) == len(alone.requests) == len(fleet.decisions)
         assert fleet.hit_rate <= alone.hit_rate
         by_name = dict(zip(fleet.requests.request_id, fleet.requests.replica, strict=True))
-        assert {name: replica for _, name, replica, _ in fleet.decisions} == by_name
-    reasons = [reason for *_, reason in fleets[PrefixAware].decisions]
+        assert {event.request: event.replica for event in fleet.decisions} == by_name
+    reasons = [event.reason for event in fleets[PrefixAware].decisions]
     assert any(reason.startswith("0 of ") for reason in reasons) and any(
         "blocks were sent there" in r for r in reasons[-9:]
     )

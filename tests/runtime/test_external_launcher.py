@@ -19,10 +19,12 @@ from minivllm.engine.llm import LLM
 from minivllm.lora.adapter import LoRARequest
 from minivllm.runtime.executors import external
 from minivllm.sampling.params import SamplingParams, StructuredOutputsParams
+from minivllm.spec_decode.drafter import DraftLength
 
 __all__ = ["tiny_model_path"]
-LAUNCHED = {"distributed_executor_backend": "external_launcher"}
 SMALL = {**SIZES, "num_gpu_blocks": 12, "max_model_len": 100, "enable_lora": True}
+LAUNCHED = {"distributed_executor_backend": "external_launcher"}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 
 
 def answers(llm: LLM, adapter: str) -> list[list[int]]:
@@ -44,16 +46,20 @@ def answers(llm: LLM, adapter: str) -> list[list[int]]:
 
 def main(path: str, adapter: str) -> None:
     """What each of the two processes runs: two shares, then two stages in the process group that is there."""
-    shares = LLM(path, **SMALL, **LAUNCHED, tensor_parallel_size=2)
+    most = 1 + int(os.environ["RANK"])
+    DraftLength.asks = lambda self, batch_size: True
+    DraftLength.choose = lambda self, chances, lengths, *about: [min(most, n) for n in lengths]  # as by other times
+    shares = LLM(path, **SMALL, **LAUNCHED, speculative_config=DRAFTS, tensor_parallel_size=2)
     found = [answers(shares, adapter)]
-    stages = LLM(path, **SMALL, **LAUNCHED, pipeline_parallel_size=2)
+    stages = LLM(path, **SMALL, **LAUNCHED, speculative_config=DRAFTS, pipeline_parallel_size=2)
     found.append(answers(stages, adapter))
     try:
         LLM(path, **SMALL, **LAUNCHED, tensor_parallel_size=2, seed=int(os.environ["RANK"]))
     except ValueError as error:
         found.append(str(error))
-    stages.close()
-    shares.close()
+    for llm in (stages, shares):
+        assert llm.llm_engine.get_metrics()["spec_decode_num_draft_tokens"] > 0
+        llm.close()
     print(json.dumps(found))
 
 

@@ -108,7 +108,8 @@ def test_four_ranks_send_tokens_to_experts(name, four, tiny_model_path, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_adapters_speculation_and_structure_on_four_ranks(four, tiny_model_path, tmp_path):
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_speculation_and_structure_on_four_ranks(way, four, tiny_model_path, tmp_path):
     name = by_four("llama-tied-biased")
     peft_adapter(name, VARIANTS["all-linear"], tmp_path / "one", 1)
     path, adapters = str(tiny_model_path(name)), [LoRARequest("one", 1, str(tmp_path / "one")), None] * 3
@@ -116,7 +117,7 @@ def test_adapters_speculation_and_structure_on_four_ranks(four, tiny_model_path,
     params = [GREEDY, SamplingParams(temperature=0, max_tokens=20, structured_outputs=choice), *[GREEDY] * 4]
     changes = {"enable_lora": True, "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     found = []
-    for make in (LLM, lambda path, **more: sharded(four, path, **more)):
+    for make in (LLM, lambda path, **more: sharded(four, path, **more, **WAYS[way])):
         llm = make(path, **{**SIZES, **changes})
         outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=adapters)
         found.append(([list(o.outputs[0].token_ids) for o in outputs], outputs[1].outputs[0].text))

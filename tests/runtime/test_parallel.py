@@ -1,4 +1,4 @@
-"""Several ranks give the tokens of one: tensor and expert parallelism by worker processes."""
+"""Two ranks give the tokens of one: tensor, expert and pipeline parallelism by worker processes and by Ray actors."""
 
 import os
 import re
@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,7 @@ from ranks import (
     tokens,
 )
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_model_path
+from tiny_models import hf_config, hf_model, tiny_model_path
 
 from minivllm.core.config import EngineArgs
 from minivllm.core.module import capture_problem
@@ -36,6 +38,7 @@ from minivllm.lora.adapter import LoRARequest
 from minivllm.models.loading import SINGLE
 from minivllm.runtime.executor import plan_engine
 from minivllm.runtime.executors.mp import WorkerError, start_workers, step_timeout
+from minivllm.runtime.executors.ray_executor import RayWorkers
 from minivllm.sampling.params import SamplingParams, StructuredOutputsParams
 from minivllm.spec_decode.proposers import NgramProposer
 
@@ -43,12 +46,138 @@ __all__ = ["tiny_model_path"]
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sockets are inherited")
 
 
-@pytest.fixture(scope="module")
-def pair():
-    """Two workers, for all tests."""
-    workers = start_workers(2, "cpu")
+@pytest.fixture(scope="module", params=["mp", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.long])])
+def pair(request):
+    """Two ranks without a model, for all tests."""
+    if request.param == "ray":
+        pytest.importorskip("ray", reason="needs Ray: pip install 'minivllm[scale]'")
+    workers = start_workers(2, "cpu") if request.param == "mp" else RayWorkers(2, "cpu")
     yield workers
     workers.close()
+
+
+WAYS = {
+    "two shares": {"tensor_parallel_size": 2},
+    "two stages": {"tensor_parallel_size": 1, "pipeline_parallel_size": 2},
+}
+FAMILIES = ("llama-tied-biased", "qwen3", "gemma3", "gpt-oss", "deepseek-v3", "falcon")
+TARGETS = {  # what an adapter may change where it cannot change all
+    "gpt-oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
+    "deepseek-v3": ["q_a_proj", "q_b_proj", "o_proj"],
+    "falcon": ["dense", "dense_h_to_4h", "dense_4h_to_h"],
+}
+CHOICE = StructuredOutputsParams(choice=["yes, of course", "no, never"])
+PARAMS = [
+    GREEDY,
+    SamplingParams(temperature=0, max_tokens=20, structured_outputs=CHOICE),
+    GREEDY,
+    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=1, seed=5, max_tokens=25, ignore_eos=True, presence_penalty=0.5),
+    GREEDY,
+]
+
+
+@pytest.fixture(scope="module")
+def family(tiny_model_path, tmp_path_factory):
+    """A function: a model of this name, settings that make requests wait for blocks, an adapter, and what one rank says."""
+
+    @cache
+    def made(name):
+        path, folder = str(tiny_model_path(name)), tmp_path_factory.mktemp("adapter")
+        peft_adapter(name, {**VARIANTS["all-linear"], "target_modules": TARGETS.get(name, "all-linear")}, folder, 1)
+        changes = {"num_gpu_blocks": 22 if name in ("gemma3", "gpt-oss") else 12, "enable_lora": True}
+        changes |= {"max_model_len": 128 if changes["num_gpu_blocks"] > 12 else 100, "max_num_batched_tokens": 48}
+        changes |= {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "dynamic_length": False}}
+        changes |= {"max_num_seqs": 8}
+        adapters = [LoRARequest("one", 1, str(folder)), None] * 3
+        with LLM(path, **{**SIZES, **changes}) as llm:
+            return path, changes, adapters, all_said(llm, adapters)
+
+    return made
+
+
+def all_said(llm, adapters):
+    """Token ids of two runs, the second one with the prefixes of the first, and log-probabilities of a prompt."""
+    runs = [llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=adapters) for _ in range(2)]
+    assert all(run[1].outputs[0].text in ("yes, of course", "no, never") for run in runs)
+    ids = [[list(output.outputs[0].token_ids) for output in run] for run in runs]
+    return ids, [sorted(place) for place in runs[0][3].prompt_logprobs[1:]]
+
+
+def stage_bytes(name, blocks):
+    """Bytes of the matrices and of the cache of each of two stages, from what transformers has."""
+    config, found = hf_config(name), []
+    tensors = {n: t for n, t in hf_model(name).state_dict().items() if t.dim() > 1 and "_bias" not in n}
+    latent = getattr(config, "kv_lora_rank", None)
+    width = config.hidden_size // config.num_attention_heads  # of a head, in the family that does not say
+    heads = 1 if name == "falcon" else config.num_key_value_heads
+    numbers = latent + config.qk_rope_head_dim if latent else 2 * heads * getattr(config, "head_dim", width)
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    for stage in range(2):
+        layers, weights = range(2 * stage, 2 * stage + 2), 0
+        for full, tensor in tensors.items():
+            layer = re.search(r"\.(\d+)\.", full)
+            ends = "lm_head" if stage and not config.tie_word_embeddings else "embed"
+            mine = int(layer[1]) in layers if layer else ends in full
+            weights += tensor.nbytes * (mine and "kv_b_proj" not in full)
+        tensors_of_cache = max(Counter(kinds[layer] for layer in layers).values())  # kinds share blocks
+        found.append((weights, tensors_of_cache * blocks * 16 * numbers * 4))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_give_the_tokens_of_one(name, way, pair, family):
+    """With preemption, prefix hits, chunks of prompts, an adapter, drafts, a structure, log-probabilities and seeds; stages with two batches
+    in flight. All families: `tests/models/test_shards.py`."""
+    path, changes, adapters, (want, logprobs) = family(name)
+    by_expert = name == "deepseek-v3" and way == "two shares"
+    llm = sharded(pair, path, **changes, **WAYS[way], enable_expert_parallel=by_expert)
+    core, most, submit = llm.llm_engine.core, 0, llm.llm_engine.core._submit
+
+    def counted(scheduled):
+        nonlocal most
+        submit(scheduled)
+        most = max(most, sum(s.total_num_scheduled_tokens > 0 for s, _ in core._in_flight))
+
+    core._submit = counted
+    with llm.record() as trace:
+        got, logprobs_there = all_said(llm, adapters)
+    assert got == want and logprobs_there == logprobs
+    metrics = llm.llm_engine.get_metrics()
+    for what in ("num_preemptions", "prefix_cache_hits", "spec_decode_num_draft_tokens"):
+        assert metrics[what] > 0, what
+    memory = core.executor.collective_rpc("memory")
+    if way == "two shares":
+        check_bytes(path, memory, **changes, enable_expert_parallel=by_expert)
+    else:
+        assert most == 2
+        blocks = changes["num_gpu_blocks"]
+        assert [(rank["matrices"], rank["kv_cache"]) for rank in memory] == stage_bytes(name, blocks)
+    trace.check()
+    counts, step = {}, -1
+    for event in trace:
+        step = event.step if event.kind == "step" else step
+        counts |= {step: event.num_scheduled} if event.kind == "schedule" else {}
+    verified = trace.to_pandas()["spec_decode"].groupby(["step", "request_id"]).size()
+    assert len(verified) and all(counts[step][request] == n + 1 for (step, request), n in verified.items())
+    llm.llm_engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_with_an_int8_cache_give_the_tokens_of_one(way, pair, tiny_model_path):
+    path, changes = tiny_model_path("gemma3"), {"num_gpu_blocks": 22, "kv_cache_dtype": "int8_per_token_head"}
+    with LLM(str(path), **{**SIZES, **changes}) as llm:
+        want = tokens(llm)
+    llm = sharded(pair, path, **changes, **WAYS[way])
+    assert tokens(llm) == want and tokens(llm) == want
+    metrics, memory = llm.llm_engine.get_metrics(), llm.llm_engine.core.executor.collective_rpc("memory")
+    assert metrics["num_preemptions"] > 0 and metrics["prefix_cache_hits"] > 0
+    if way == "two shares":
+        check_bytes(path, memory, **changes)
+    llm.llm_engine.close()
 
 
 def test_settings(monkeypatch):
@@ -71,33 +200,14 @@ def test_what_is_padded_is_said(tiny_model_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "gpt-oss", "deepseek-v3", "falcon"])
-def test_two_ranks_give_the_tokens_of_one(name, pair, tiny_model_path):
-    """With prefix hits, and preemption. All families: `tests/models/test_shards.py`."""
-    path, changes = tiny_model_path(name), {"num_gpu_blocks": 22 if name in ("gemma3", "gpt-oss") else 12}
-    if name == "deepseek-v3":
-        changes |= {"enable_expert_parallel": True}
-    changes |= {"max_model_len": 128 if changes["num_gpu_blocks"] > 12 else 100}
-    llm = LLM(str(path), **{**SIZES, **changes, "enable_expert_parallel": False})
-    want, preempted = tokens(llm), llm.llm_engine.get_metrics()["num_preemptions"]
-    llm.llm_engine.close()
-    assert preempted > 0
-    llm = sharded(pair, path, **changes)
-    assert tokens(llm) == want and tokens(llm) == want
-    metrics = llm.llm_engine.get_metrics()
-    assert metrics["num_preemptions"] > preempted and metrics["prefix_cache_hits"] > 0
-    check_bytes(path, llm.llm_engine.core.executor.collective_rpc("memory"), **changes)
-    llm.llm_engine.close()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3"])
 def test_two_ranks_send_tokens_to_experts(name, pair, tiny_model_path, tmp_path):
     check_all_to_all(pair, tiny_model_path(name), tmp_path)
 
 
 @pytest.mark.slow
-def test_other_weights_and_sleep_on_two_ranks(pair, tiny_model_path, tmp_path):
+@pytest.mark.parametrize("way", WAYS)
+def test_other_weights_and_sleep_on_two_ranks(way, pair, tiny_model_path, tmp_path):
     """Each rank reads its share of what comes by a folder, and of tensors, which cross by one."""
     path = tiny_model_path("llama-tied-biased")
     state = {name: 0.5 * torch.roll(tensor, 1, 0) for name, tensor in load_file(path / SINGLE).items()}
@@ -108,7 +218,7 @@ def test_other_weights_and_sleep_on_two_ranks(pair, tiny_model_path, tmp_path):
     llm.load_weights(state.items())
     new = tokens(llm)
     llm.close()
-    llm = sharded(pair, path)
+    llm = sharded(pair, path, **WAYS[way])
     assert old != new and tokens(llm) == old
     assert llm.load_weights(tmp_path / "new") == 1 and tokens(llm) == new
     llm.sleep(level=2)
@@ -164,55 +274,6 @@ def test_adapters_speculation_structure_and_samples_on_two_ranks(pair, tiny_mode
     (want, _, frame, accepted), (got, text, frame_there, accepted_there) = results
     assert got == want and text in ("yes, of course", "no, never") and accepted_there == accepted > 0
     assert list(frame_there.columns) == list(frame.columns) and len(frame_there) == len(frame)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "gpt-oss"])
-def test_two_stages_give_the_tokens_of_one(name, pair, tiny_model_path, tmp_path):
-    """With two batches in flight, preemption, prefix hits, chunks of prompts, an adapter, log-probabilities and seeds."""
-    path, blocks = tiny_model_path(name), 22 if name != "llama-tied-biased" else 12
-    changes = {"num_gpu_blocks": blocks, "max_model_len": 128 if blocks > 12 else 100, "max_num_batched_tokens": 48}
-    changes |= {"max_num_seqs": 8}
-    params = [GREEDY] * 3 + [
-        SamplingParams(temperature=0, max_tokens=30, logprobs=2, prompt_logprobs=1, ignore_eos=True),
-        SamplingParams(temperature=1, seed=5, max_tokens=25, ignore_eos=True, presence_penalty=0.5),
-        GREEDY,
-    ]
-    adapters = None
-    if name == "llama-tied-biased":
-        peft_adapter(name, VARIANTS["all-linear"], tmp_path / "one", 1)
-        adapters = [LoRARequest("one", 1, str(tmp_path / "one")), None] * 3
-        changes["enable_lora"] = True
-
-    def run(llm: LLM):
-        found = []
-        for _ in range(2):
-            outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=adapters)
-            found.append([list(o.outputs[0].token_ids) for o in outputs])
-        return found, outputs[3].prompt_logprobs
-
-    llm = LLM(str(path), **{**SIZES, **changes})
-    want, logprobs = run(llm)
-    llm.llm_engine.close()
-    llm = sharded(pair, path, tensor_parallel_size=1, pipeline_parallel_size=2, **changes)
-    core, most = llm.llm_engine.core, 0
-    submit = core._submit
-
-    def counted(scheduled):
-        nonlocal most
-        submit(scheduled)
-        most = max(most, sum(s.total_num_scheduled_tokens > 0 for s, _ in core._in_flight))
-
-    core._submit = counted
-    got, logprobs_there = run(llm)
-    assert got == want and most == 2
-    assert [sorted(one) for one in logprobs_there[1:]] == [sorted(one) for one in logprobs[1:]]
-    metrics = llm.llm_engine.get_metrics()
-    assert metrics["num_preemptions"] > 0 and metrics["prefix_cache_hits"] > 0
-    plan = plan_engine(EngineArgs(model=str(path), pipeline_parallel_size=2, **{**SIZES, **changes}))
-    caches = [rank["kv_cache"] for rank in core.executor.collective_rpc("memory")]
-    assert max(caches) == plan.config.kv_cache.num_blocks * (plan.config.kv_cache.bytes_per_block // 2)
-    llm.llm_engine.close()
 
 
 @pytest.mark.slow
@@ -273,11 +334,13 @@ def test_two_ranks_fetch_blocks_and_agree_on_what_cannot_be(pair, tiny_model_pat
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("pair", ["mp"], indirect=True)  # Ray's: `test_four_ranks`
 def test_workers_listen_on_loopback_alone(pair):
     assert listening([process.pid for process in pair.processes]) <= LOOPBACK
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pair", ["mp"], indirect=True)
 def test_the_end_of_a_worker_reaches_every_waiter(pair, tiny_model_path):
     """Last of those that use the pair: it is gone then."""
     how = r"worker 1 of 2 \(process \d+\) was killed by SIGKILL"

@@ -24,6 +24,7 @@ from minivllm.core.scheduler import Scheduler
 from minivllm.core.trace import Trace
 from minivllm.core.trace_files import TraceWriter
 from minivllm.engine.async_llm import AsyncLLM
+from minivllm.models.decoder import Decoder
 from minivllm.serving.app import ServerOptions, create_app, listen, make_parser, options_from, run_server
 
 COMPLETE = "/v1/completions"
@@ -309,6 +310,7 @@ def test_a_second_signal_waits_for_no_request(second: signal.Signals):
 
 def test_sleep_and_other_weights_in_development_mode(tiny: LiveServer, tiny_args: EngineArgs, monkeypatch):
     """vLLM's routes, and SGLang's for weights. Requests wait while the engine sleeps."""
+    assert tiny.post("/collective_rpc", {"method": "has_weights"}).status_code == 404
     assert tiny.post("/sleep").status_code == 404 and tiny.get("/is_sleeping").status_code == 404
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     with live_server(tiny_args, ServerOptions(served_model_name=["tiny"])) as server:
@@ -332,5 +334,25 @@ def test_sleep_and_other_weights_in_development_mode(tiny: LiveServer, tiny_args
         assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "model_path"
         wrong = server.post("/update_weights_from_disk", body | {"weight_version": -1})
         assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "weight_version"
+        wrong = server.post("/update_weights_from_disk", body | {"weight_version": 4})
+        assert wrong.status_code == 400 and "from 5 on" in wrong.text
+        assert server.post("/collective_rpc", {"method": "has_weights"}).json() == {"results": ["True"]}
+        for bad in (
+            {},
+            {"method": "_parts"},
+            {"method": "sleep", "args": ["1"]},
+            {"method": "fly"},
+            {"method": "sleep", "x": 1},
+        ):
+            assert server.post("/collective_rpc", bad).status_code == 400
+        with monkeypatch.context() as patch:
+            patch.setattr(Decoder, "load_weights", lambda model, weights: model._fill({}))
+            torn = server.post("/update_weights_from_disk", body)
+        assert torn.status_code == 409 and "failed half-way" in torn.text
+        for path, given in ((COMPLETE, ask), ("/wake_up", None)):  # neither waits, nor says that all is well
+            answer = server.post(path, given)
+            assert answer.status_code >= 400 and "failed half-way" in answer.text
+        assert server.post("/update_weights_from_disk", body).status_code == 200
+        assert server.post(COMPLETE, ask).json()["choices"][0]["text"] == want
         monkeypatch.setattr(Scheduler, "is_sending", True)
         assert server.post("/update_weights_from_disk", body).status_code == 409

@@ -14,6 +14,7 @@ import minivllm.viz
 from minivllm.core.trace import Trace
 from minivllm.viz.block_map import BlockMap, fetched_blocks
 from minivllm.viz.tables import javascript
+from minivllm.viz.timeline import Timeline
 
 STATIC = Path(minivllm.viz.__file__).parent / "static"
 STATES = """
@@ -46,6 +47,15 @@ import { Frames, Origins } from "./fold.js";
 import { walk } from "./walk.js";
 const { header, bytes } = JSON.parse(readFileSync("payload.json", "utf8"));
 console.log(JSON.stringify(await walk({ Data, Frames, Origins }, header, bytes)));
+"""
+
+ROUTED = """
+import { readFileSync } from "node:fs";
+import { Data } from "./data.js";
+import { readLanes } from "./timeline.js";
+const { header, bytes } = JSON.parse(readFileSync("payload.json", "utf8"));
+const lanes = await readLanes(new Data(header, Uint8Array.from(bytes)), header.lanes);
+console.log(JSON.stringify(lanes.ids.map((_, request) => lanes.facts(request, 3).find(([name]) => name === "routed")[1])));
 """
 
 
@@ -102,7 +112,17 @@ def with_rejected_drafts() -> Trace:
     return trace
 
 
+def with_routes() -> Trace:
+    """A run whose requests a router has sent."""
+    trace = busy_trace(13)
+    for i in [i for i, event in enumerate(trace.events) if event[0] == "add"][::-1]:
+        candidates = ((i % 3, 8 * i, None), (2, 5, 1.5))
+        trace.events.insert(i, ("route", trace.events[i][1], 0.1, i % 2, candidates, f"reason {i}"))
+    return trace
+
+
 TRACES = {
+    "requests of a router": with_routes,
     "rejected drafts": with_rejected_drafts,
     "shared prefixes": lambda: make_trace(num_blocks=97, steps=120, rate=0.8),
     "many chunks": lambda: make_trace(num_blocks=300, steps=400, rate=1.0, seqs=24),
@@ -142,3 +162,24 @@ def test_the_blocks_that_are_marked_are_those_that_the_store_filled():
 def test_the_page_knows_the_schema_of_python():
     """`minivllm.viz.tables.write()` writes it anew."""
     assert (STATIC / "schema.js").read_text() == javascript()
+
+
+def test_the_page_tells_where_a_router_has_sent_each_request(tmp_path):
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("Node is not here: `apt-get install nodejs`")
+    view = Timeline(trace := with_routes())
+    payload = view.data()
+    shutil.copytree(STATIC, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "run.js").write_text(ROUTED)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "payload.json").write_text(
+        json.dumps({"header": payload.full_header(), "bytes": list(payload.bytes())})
+    )
+    done = subprocess.run([node, "run.js"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = dict(zip(view.lanes.request_ids, json.loads(done.stdout), strict=True))
+    sent = {e.request: f"to replica {e.replica} of 2: {e.reason}" for e in trace if e.kind == "route"}
+    assert told == dict.fromkeys(trace.start.requests) | sent and len(sent) > 10
+    name = next(iter(sent))
+    assert any(f"was sent {sent[name]}" in line for line in trace.why(name))

@@ -11,6 +11,7 @@ from numba import njit
 
 from minivllm_kernels.cpu import planning
 from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT
+from minivllm_kernels.cpu.matmul.layout import prefetch_distance
 from minivllm_kernels.cpu.planning import CPUAttentionShape
 from minivllm_kernels.cpu.simd import (
     claim,
@@ -24,7 +25,7 @@ from minivllm_kernels.cpu.simd import (
     load_each,
     load_unzipped,
     maximum,
-    prefetch,
+    prefetch_rows,
     splat,
     store,
     tile_fma,
@@ -126,7 +127,7 @@ def dimensions_at_once(s: CPUAttentionShape, rows: int) -> int:
 
 def make_values(s: CPUAttentionShape, rows: int) -> Any:
     D, BS, L, STATE, STRIDE = s.head_dim, s.block_size, s.lanes, s.state, s.score_stride
-    ZIPPED, N, KEYS, STEP = zipped(s), dimensions_at_once(s, rows), s.head_dim * s.block_size, s.block_size // s.lanes
+    ZIPPED, N, KEYS, STEP = zipped(s), dimensions_at_once(s, rows), s.part, s.block_size // s.lanes
 
     @jit
     def add_values(weights, values, columns, result, row, begin, end):
@@ -144,6 +145,21 @@ def make_values(s: CPUAttentionShape, rows: int) -> Any:
             tile_store(result, row + i, STATE, N, sums)
 
     return add_values
+
+
+def make_scaling(s: CPUAttentionShape) -> Any:
+    NUMBERS, L, STEP = s.head_dim * s.block_size, s.lanes, s.block_size // s.lanes
+
+    @jit
+    def multiply_by_scales(scores, at, scales, columns, part, begin, end):
+        """Scores of the keys of an int8 cache, or weights of its values, times their scales. part: bytes from the keys to what is scaled."""
+        for c in range(begin, end):
+            first = (
+                columns[c] + part + NUMBERS + 3 * (c % STEP * L)
+            )  # a token takes one byte of a row, four of the scales
+            store(scores, at + c * L, load(scores, at + c * L, L) * load(scales, first // 4, L))
+
+    return multiply_by_scales
 
 
 def make_results(s: CPUAttentionShape) -> tuple[Any, Any]:
@@ -222,7 +238,8 @@ def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
 
 
 def make_next_tile(s: CPUAttentionShape) -> tuple[Any, Any, Any]:
-    T, BS, SPLIT, BLOCKS, PART, LINE = s.tile, s.block_size, s.split, s.tile // s.block_size, s.part, 512 // s.kv_bits
+    T, BS, SPLIT, BLOCKS, PART = s.tile, s.block_size, s.split, s.tile // s.block_size, s.part
+    LINE, (NEAR, _) = 512 // abs(s.kv_bits), prefetch_distance()
 
     @jit
     def table_of(args, it):
@@ -243,7 +260,7 @@ def make_next_tile(s: CPUAttentionShape) -> tuple[Any, Any, Any]:
     @jit
     def prefetch_part(cache, at):
         for i in range(0, PART, LINE):
-            prefetch(cache, at + i, 64)
+            prefetch_rows(cache, at + i, 0, 1, NEAR)
 
     return table_of, find_next_tile, prefetch_part
 
@@ -251,7 +268,12 @@ def make_next_tile(s: CPUAttentionShape) -> tuple[Any, Any, Any]:
 def make_split(s: CPUAttentionShape, row_blocks: tuple[int, int]) -> Any:
     D, BS, L, STATE, T, SPLIT, STRIDE = s.head_dim, s.block_size, s.lanes, s.state, s.tile, s.split, s.score_stride
     PART, STEP, BLOCKS, BITS, G = s.part, BS // L, s.tile // BS, s.kv_bits, s.group
-    VECTORS, (ONE_TOKEN, MANY) = s.tile // L + 8, row_blocks
+    VECTORS, (ONE_TOKEN, MANY), SCALED, multiply_by_scales = (
+        s.tile // L + 8,
+        row_blocks,
+        BITS == planning.INT8,
+        make_scaling(s),
+    )
     QUERIES, RESULT, SCORES, COLUMNS = (s.offsets[name] for name in ("queries", "result", "scores", "columns"))
     online_softmax, (table_of, find_next_tile, prefetch_part) = make_online_softmax(s), make_next_tile(s)
     token_scores, token_values = make_scores(s, ONE_TOKEN), make_values(s, ONE_TOKEN)
@@ -274,7 +296,7 @@ def make_split(s: CPUAttentionShape, row_blocks: tuple[int, int]) -> Any:
         queries, scores = floats_at(mine + QUERIES, 32), floats_at(mine + SCORES, 32)
         result, columns = floats_at(mine + RESULT, 32), ints_at(mine + COLUMNS, 64)
         items, cache = ints_at(args[planning.ITEMS], 32), floats_at(args[planning.CACHE], BITS)
-        stride = args[planning.BLOCK_STRIDE]
+        stride, scales = args[planning.BLOCK_STRIDE], floats_at(args[planning.CACHE], 32)
         table, cap = table_of(args, it), floats_at(args[planning.FACTORS], 32)[1]
         single = items[it + planning.TOKENS] == 1
         rows = ONE_TOKEN if single else MANY
@@ -296,7 +318,11 @@ def make_split(s: CPUAttentionShape, row_blocks: tuple[int, int]) -> Any:
                 for i in range(rows):
                     see, end_see, row = first[r + i] - t, last[r + i] - t, (r + i) * STATE
                     at = i * STRIDE
+                    if SCALED:
+                        multiply_by_scales(scores, at, scales, columns, 0, left, right)
                     online_softmax(scores, at, scores, at, result, row, see, end_see, ONE, cap, left, right)
+                    if SCALED:
+                        multiply_by_scales(scores, at, scales, columns, PART, left, right)
                 for j in range(next_blocks):
                     prefetch_part(cache, next_h * 2 * PART + next_table[next_block + j] * stride + PART)
                 next_blocks = 0

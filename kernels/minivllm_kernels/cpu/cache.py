@@ -9,12 +9,26 @@ import numpy as np
 from numba import njit
 
 from minivllm_kernels.cpu.compile import OWN
-from minivllm_kernels.cpu.simd import claim, floats_at, ints_at, load, move, splat, store, transpose
+from minivllm_kernels.cpu.planning import INT8
+from minivllm_kernels.cpu.simd import (
+    claim,
+    floats_at,
+    ints_at,
+    largest,
+    load,
+    maximum,
+    move,
+    splat,
+    store,
+    total,
+    transpose,
+)
 
 """Writing to and copying blocks of the CPU kernels' KV cache.
 
 A layer's cache is `[1, num_blocks, kv_heads, 2, head_dim * block_size]`: bf16 (as uint16), float32, or fp8 (e4m3, as uint8). Inside a block
-and head, keys are `[head_dim, block_size]`, values `[block_size, head_dim]`.
+and head, keys are `[head_dim, block_size]`, values `[block_size, head_dim]`. In a cache of int8, `(head_dim + 4) * block_size` bytes, what each of
+its tokens is multiplied by follows either, float32 `[block_size]`.
 """
 
 
@@ -37,7 +51,8 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
 
     Keys of `lanes` tokens that fill places side by side are transposed in registers, those of others go number by number.
     """
-    part, RUN, EIGHT, ONE = head_dim * block_size, lanes if bits == kv_bits else 1, kv_bits == 8, np.float32(1)
+    NUMBERS, RUN, FP8, SCALED = head_dim * block_size, lanes if bits == kv_bits else 1, kv_bits == 8, kv_bits == INT8
+    part, (ZERO, ONE, LEAST, MOST) = NUMBERS + 4 * block_size * SCALED, np.array([0, 1, 1e-30, 127], np.float32)
 
     @jit
     def move_key(cache, to, k, source, _stride, _factor):
@@ -64,8 +79,20 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
         for d in range(0, head_dim, lanes):
             transpose(cache, to + d * block_size, block_size, k, source + d, stride, lanes)
 
-    write_key, write_value = (round_key, round_value) if EIGHT else (move_key, move_value)
+    write_key, write_value = (round_key, round_value) if FP8 or SCALED else (move_key, move_value)
     write_keys = write_square if bits == kv_bits else write_key
+
+    @jit
+    def take_scale(scales, to, x, source):
+        """Keep what a head's whole numbers are multiplied by, NaN if one of them is; gives what makes the largest of them 127."""
+        peak, wrong = splat(LEAST, lanes), splat(ZERO, lanes)
+        for d in range(0, head_dim, lanes):
+            part = load(x, source + d, lanes)
+            peak = maximum(maximum(part, splat(ZERO, lanes) - part), peak)
+            wrong = wrong + (part - part)
+        top = largest(peak) + total(wrong)
+        scales[to] = top / MOST
+        return MOST / top
 
     @jit
     def run_of(slots, token, end):
@@ -82,7 +109,8 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
         k, v, slots = floats_at(args[KEYS], bits), floats_at(args[VALUES], bits), ints_at(args[SLOTS], 64)
         cache, heads = floats_at(args[WRITE_CACHE], kv_bits), args[WRITE_HEADS]
         stride_k, stride_v, factor_k, factor_v = args[STRIDE_K], args[STRIDE_V], ONE, ONE
-        if EIGHT:
+        scales = floats_at(args[WRITE_CACHE], 32)
+        if FP8:
             factors = floats_at(args[WRITE_SCALES], 32)
             factor_k, factor_v = factors[0], factors[1]
         at_once = 8 if args[1] <= 64 else 64
@@ -96,12 +124,16 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
                 block, place = slots[token] // block_size, slots[token] % block_size
                 for h in range(heads if slots[token] >= 0 else 0):
                     to, source = (block * heads + h) * 2 * part, token * stride_k + h * head_dim
+                    if SCALED:
+                        factor_k = take_scale(scales, (to + NUMBERS) // 4 + place, k, source)
                     if run > 1:
                         write_keys(cache, to + place, k, source, stride_k, factor_k)
                     else:
                         write_key(cache, to + place, k, source, stride_k, factor_k)
                     for i in range(run):
                         to_value, source = to + part + (place + i) * head_dim, (token + i) * stride_v + h * head_dim
+                        if SCALED:
+                            factor_v = take_scale(scales, (to + part + NUMBERS) // 4 + place, v, source)
                         write_value(cache, to_value, v, source, factor_v)
                 token += run
 

@@ -15,12 +15,16 @@ from minivllm_kernels.cpu.program import LAUNCHER, aligned
 
 __all__ = [
     "BEGIN", "BLOCK_STRIDE", "CACHE", "CHUNK", "CLAIMS", "CONFIGS", "COUNTER", "COUNTERS", "END", "FACTORS",
-    "FIELDS", "FIRST", "HEADS", "ITEMS", "KV_FACTORS", "LAST", "OUT", "PARTS", "POSITION", "Q_STRIDE", "ROW",
-    "SCRATCH", "SLOT", "STEP_ARGS", "TABLE", "TABLE_STRIDE", "TOKEN", "TOKENS", "WINDOW", "WORKSPACE",
+    "FIELDS", "FIRST", "HEADS", "INT8", "ITEMS", "KV_FACTORS", "LAST", "OUT", "PARTS", "POSITION", "Q_STRIDE",
+    "ROW", "SCRATCH", "SLOT", "STEP_ARGS", "TABLE", "TABLE_STRIDE", "TOKEN", "TOKENS", "WINDOW", "WORKSPACE",
     "AttentionStep", "CPUAttentionShape", "Q", "attention_kernel", "plan_items",
 ]  # fmt: skip
 
 """Shapes and work lists of the CPU attention kernels. Pure numpy: nothing here compiles anything."""
+
+
+INT8 = -8
+"""In the place of a number of bits: whole numbers, where 8 says e4m3."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class CPUAttentionShape:
         group: query heads per key-value head.
         block_size: tokens of a KV block; a multiple of 4.
         q_bits: of queries and results: 32 (float32) or 16 (bf16).
-        kv_bits: of the cache, likewise; 8 for fp8.
+        kv_bits: of the cache, likewise; 8 for fp8, `INT8` for int8 with a float32 scale for each token and head.
         max_lanes, registers: of the machine, see `simd`.
         tiles: use AMX, see `tiles_problem`.
     """
@@ -93,8 +97,8 @@ class CPUAttentionShape:
 
     @property
     def part(self) -> int:
-        """Numbers of the keys, or of the values, of a block and head."""
-        return self.head_dim * self.block_size
+        """Numbers of the keys, or of the values, of a block and head; as many bytes, scales included, of int8."""
+        return (self.head_dim + 4 * (self.kv_bits == INT8)) * self.block_size
 
     @property
     def max_row_block(self) -> int:
@@ -246,7 +250,7 @@ class AttentionStep:
         self.counters = np.zeros(max(1, len(self.items) * num_kv_heads), np.int64)
         self._scratch, scratch = aligned(threads * shape.offsets["end"])
         self._workspace, workspace = aligned(4 * slots * num_kv_heads * shape.item_rows * shape.state)
-        block_stride = 2 * num_kv_heads * shape.head_dim * shape.block_size
+        block_stride = 2 * num_kv_heads * shape.part
         arrays = (self.block_table, self.items, self.claims, self.factors, self.counters)
         table, items, claims, factors, counters = (array.ctypes.data for array in arrays)
         heads = block_stride, table, self.block_table.shape[1], items, claims, num_kv_heads

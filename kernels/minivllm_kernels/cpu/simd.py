@@ -140,6 +140,11 @@ def to_fp8(b: Any, x: Any, lanes: int) -> Any:
     return b.trunc(b.or_(code, sign), vec(lanes, I8))
 
 
+def to_int8(b: Any, x: Any, lanes: int) -> Any:
+    """float32 of at most +-127 to the nearest whole numbers: they stand in the last bits of 1.5 * 2 ** 23 + x."""
+    return b.trunc(b.bitcast(b.fadd(x, const(1.5 * 2**23, lanes)), vec(lanes, I32)), vec(lanes, I8))
+
+
 class Array:
     """An array or a pointer, as a primitive sees it."""
 
@@ -167,7 +172,9 @@ class Array:
             return widen(self.b, self.read(index, vec(lanes, I16), 2), lanes)
         if self.dtype == types.uint8:
             return from_fp8(self.b, self.read(index, vec(lanes, I8), 1), lanes)
-        raise TypingError(f"cannot load a vector of {self.dtype}: float32, uint16 (bf16) or uint8 (fp8)")
+        if self.dtype == types.int8:
+            return self.b.sitofp(self.b.sext(self.read(index, vec(lanes, I8), 1), vec(lanes, I32)), vec(lanes))
+        raise TypingError(f"cannot load a vector of {self.dtype}: float32, uint16 (bf16), uint8 (fp8) or int8")
 
     def store(self, index: Any, x: Any) -> None:
         """Write a vector from element `index` on: as float32, or rounded to bf16 or fp8."""
@@ -177,8 +184,10 @@ class Array:
             self.write(index, narrow(self.b, x, x.type.count), 2)
         elif self.dtype == types.uint8:
             self.write(index, to_fp8(self.b, x, x.type.count), 1)
+        elif self.dtype == types.int8:
+            self.write(index, to_int8(self.b, x, x.type.count), 1)
         else:
-            raise TypingError(f"cannot store a vector to {self.dtype}: float32, uint16 (bf16) or uint8 (fp8)")
+            raise TypingError(f"cannot store a vector to {self.dtype}: float32, uint16 (bf16), uint8 (fp8) or int8")
 
 
 Const = Annotated[int, "constant"]
@@ -401,14 +410,15 @@ def exp(b, x: Vec):
     return exponential(b, x)
 
 
-_FLOATS = {8: types.CPointer(types.uint8), 16: types.CPointer(types.uint16), 32: types.CPointer(types.float32)}
+_STORED = {-8: types.int8, 8: types.uint8, 16: types.uint16, 32: types.float32}
+_FLOATS = {bits: types.CPointer(stored) for bits, stored in _STORED.items()}
 _INTS = {32: types.CPointer(types.int32), 64: types.CPointer(types.int64)}
 
 
 @primitive(lambda where, bits: _FLOATS[bits])
 def floats_at(b, where: Int, bits: Const):
-    """An address (int64) as a pointer to fp8 (`bits` 8), bf16 (16) or float32 (32) elements."""
-    return b.inttoptr(where, {8: I8, 16: I16, 32: F32}[bits].as_pointer())
+    """An address (int64) as a pointer to fp8 (`bits` 8), bf16 (16), float32 (32) or int8 (-8) elements."""
+    return b.inttoptr(where, {8: I8, 16: I16, 32: F32}[abs(bits)].as_pointer())
 
 
 @primitive(lambda where, bits: _INTS[bits])

@@ -34,12 +34,15 @@ from minivllm_kernels.cuda.simt import (
     warp_sum,
 )
 from minivllm_kernels.cuda.warp import (
+    as_f32,
     atomic_inc,
     e4m3_hi,
     e4m3_lo,
     exp2,
     fmax,
     grid_release,
+    int8_hi,
+    int8_lo,
     ldcg2,
     ldg64_stream,
     ldg128,
@@ -51,7 +54,7 @@ from minivllm_kernels.cuda.warp import (
 
 __all__ = [
     "CacheFormat", "cache_format", "fragment_loaders", "loads_of_row", "max_warps", "mma_parts",
-    "mma_split_kv", "soft_cap",
+    "mma_split_kv", "scale_places", "soft_cap",
 ]  # fmt: skip
 
 DECODE_SIGNATURE = " ".join(
@@ -215,6 +218,7 @@ class CacheFormat:
 
     Attributes:
         words: of 8 numbers in the cache.
+        scaled: each token and head has a scale, which scores and weights are multiplied by.
         fetch: device function (cache, at): these words.
         operands: device function (words, i): the 8 numbers from words[i] on, as four words of two 16-bit floats.
         query: device function (word of q): the same as an operand.
@@ -227,26 +231,34 @@ class CacheFormat:
     query: Any
     pack: Any
     mma: Any
+    scaled: bool = False
 
 
 def cache_format(shape: AttentionShape) -> CacheFormat:
-    """The format of a shape's cache. e4m3 is multiplied as float16, which holds each of its numbers."""
+    """The format of a shape's cache. e4m3 is multiplied as float16 and int8 as bfloat16, which hold each of their numbers; the
+    weights of an int8 cache's values may be tiny, and bfloat16 has room for that too."""
     half = half_ops(shape.dtype)
-    if not shape.fp8_kv:
+    if not (shape.fp8_kv or shape.int8_kv):
         return CacheFormat(4, ldg128_stream, _same_words, _same_word, half.pack, half.mma)
-    lo, hi, float16 = half.lo, half.hi, half_ops("float16")
-    pack = float16.pack
+    lo, hi, as_multiplied = half.lo, half.hi, half_ops("bfloat16" if shape.int8_kv else "float16")
+    pack = as_multiplied.pack
 
     @device
     def query(word):
         return pack(lo(word), hi(word))
 
-    return CacheFormat(2, ldg64_stream, _words_of_e4m3, query, pack, float16.mma)
+    operands = _words_of_int8 if shape.int8_kv else _words_of_e4m3
+    return CacheFormat(2, ldg64_stream, operands, query, pack, as_multiplied.mma, shape.int8_kv)
 
 
 @device
 def _words_of_e4m3(x, i):
     return e4m3_lo(x[i]), e4m3_hi(x[i]), e4m3_lo(x[i + 1]), e4m3_hi(x[i + 1])
+
+
+@device
+def _words_of_int8(x, i):
+    return int8_lo(x[i]), int8_hi(x[i]), int8_lo(x[i + 1]), int8_hi(x[i + 1])
 
 
 @device
@@ -274,6 +286,17 @@ def loads_of_row(shape: AttentionShape) -> tuple[int, int]:
     return -(-shape.head_dim // 32), -(-shape.head_dim // 64)
 
 
+def scale_places(shape: AttentionShape) -> Any:
+    """A device function: where in an int8 cache the scale of a token lies, in words. kv_at: where a block's first row of the KV head does."""
+    BS, MASK, HEAD = shape.block_size, shape.block_size - 1, shape.head_dim // 4
+
+    @device
+    def scale_place(block, tok, s_blk, s_tok, kv_at):
+        return i64(block) * s_blk + BS * s_tok + kv_at // HEAD * BS + (tok & MASK)
+
+    return scale_place
+
+
 def fragment_loaders(shape: AttentionShape) -> tuple[Any, Any, Any]:
     """Device functions find_blocks, load_k and load_v: from the block table and the cache to a lane's registers.
 
@@ -284,7 +307,14 @@ def fragment_loaders(shape: AttentionShape) -> tuple[Any, Any, Any]:
     ONE_BLOCK = shape.block_size % TILE == 0  # the 16 tokens of a tile lie in one block
     KFULL, VFULL = D % 32 == 0, D % 64 == 0
     format = cache_format(shape)
-    PIECE, fetch = format.words, format.fetch
+    PIECE, fetch, SCALED, scale_place = format.words, format.fetch, format.scaled, scale_places(shape)
+
+    @device
+    def load_scales(x, at, cache, blocks, tile, last, g, s_blk, s_tok, kv_at):
+        """The scales of tokens g and g + 8, behind the words of the tile."""
+        for r in range(2):
+            block = blocks[0] if r == 0 else blocks[1]
+            x[at + r] = cache[scale_place(block, min(tile + g + 8 * r, last), s_blk, s_tok, kv_at)]
 
     @device
     def find_blocks(table, pages, tile, last):
@@ -310,6 +340,8 @@ def fragment_loaders(shape: AttentionShape) -> tuple[Any, Any, Any]:
                 else:
                     for w in range(PIECE):
                         k[(j * 2 + r) * PIECE + w] = u32(0)
+        if SCALED:
+            load_scales(k, KJ * 2 * PIECE, kc, blocks, tile, last, g, s_blk, s_tok, kv_at)
 
     @device
     def load_v(v, vc, blocks, tile, last, g, t, s_blk, s_tok, kv_at):
@@ -326,6 +358,8 @@ def fragment_loaders(shape: AttentionShape) -> tuple[Any, Any, Any]:
                 else:
                     for w in range(PIECE):
                         v[(h * 4 + r) * PIECE + w] = u32(0)
+        if SCALED:
+            load_scales(v, VH * 4 * PIECE, vc, blocks, tile, last, g, s_blk, s_tok, kv_at)
 
     return find_blocks, load_k, load_v
 
@@ -335,7 +369,8 @@ def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any, Any]:
     D, (KJ, VH) = shape.head_dim, loads_of_row(shape)
     KFULL = D % 32 == 0
     format = cache_format(shape)
-    PIECE, operands, query, mma = format.words, format.operands, format.query, format.mma
+    PIECE, operands, query, mma, pack = format.words, format.operands, format.query, format.mma, format.pack
+    SCALED, KS, VS = format.scaled, KJ * 2 * PIECE, VH * 4 * PIECE
 
     @device
     def load_q_fragments(qf, q, at, on, t):
@@ -358,11 +393,20 @@ def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any, Any]:
             b = operands(k, (j * 2 + 1) * PIECE)
             c = mma(a[0], b[0], a[1], b[1], qf[j * 4], qf[j * 4 + 1], c[0], c[1], c[2], c[3])
             c = mma(a[2], b[2], a[3], b[3], qf[j * 4 + 2], qf[j * 4 + 3], c[0], c[1], c[2], c[3])
+        if SCALED:
+            a, b = as_f32(k[KS]), as_f32(k[KS + 1])
+            c = (c[0] * a, c[1] * a, c[2] * b, c[3] * b)
         return c
 
     @device
-    def pv(o, v, p0, p1, alpha0, alpha1):
+    def pv(o, v, s0, s1, s2, s3, alpha0, alpha1):
         """o = o * alpha + V^T P; `prmt` pairs the numbers of two tokens."""
+        if SCALED:
+            s0 *= as_f32(v[VS])
+            s1 *= as_f32(v[VS])
+            s2 *= as_f32(v[VS + 1])
+            s3 *= as_f32(v[VS + 1])
+        p0, p1 = movmatrix(pack(s0, s1)), movmatrix(pack(s2, s3))
         for h in range(VH):
             v0 = operands(v, (h * 4 + 0) * PIECE)
             v1 = operands(v, (h * 4 + 1) * PIECE)
@@ -443,12 +487,14 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     W, H = D // 2, -(-G // PARTS)
     KJ, VH = loads_of_row(shape)
     format = cache_format(shape)
-    pack = format.pack
-    QN, KN, VN, ON = KJ * 4, KJ * 2 * format.words, VH * 4 * format.words, VH * 16
+    EXTRA = 2 * format.scaled
+    QN, KN, VN, ON = KJ * 4, KJ * 2 * format.words + EXTRA, VH * 4 * format.words + EXTRA, VH * 16
     PREFETCH, FLOOR = D <= 128, ~(15 if shape.block_size % TILE == 0 else 7)
     PITCH, STRIDE, THREADS = D + 4, warps * TILE, warps * 32
     W8, SO, SWEIGHTS = warps * 8, warps * H * PITCH, H * MAX_PARTS
-    RESIDENT = (16 if shape.fp8_kv else 12) if PREFETCH else 8  # warps of a multiprocessor: its registers hold no more
+    RESIDENT = (
+        (16 if format.words == 2 else 12) if PREFETCH else 8
+    )  # warps of a multiprocessor: its registers hold no more
     find_blocks, load_k, load_v = fragment_loaders(shape)
     load_q_fragments, qk, pv = tile_matmuls(shape)
     store_warp = warp_store(shape, PITCH)
@@ -526,7 +572,7 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
             s0, s1, s2, s3, m0, m1, alpha0, alpha1 = softmax_of_tile(s0, s1, s2, s3, m0, m1)
             sum0 = sum0 * alpha0 + s0 + s2
             sum1 = sum1 * alpha1 + s1 + s3
-            pv(o, v, movmatrix(pack(s0, s1)), movmatrix(pack(s2, s3)), alpha0, alpha1)
+            pv(o, v, s0, s1, s2, s3, alpha0, alpha1)
             if PREFETCH and ahead < end:
                 load_v(v, vc, blocks_ahead, ahead, last, g, t, s_blk, s_tok, kv_at)
             tile = ahead

@@ -242,8 +242,9 @@ def choose_gemv(
     if built is None:
         raise ValueError(f'no such kernel: "fma" takes one row, "mma" up to 16; asked for {kind!r} and {rows}')
     if kind == "fma":
-        tasks = size // (4 if gated else 2)
-        split = _split(tasks, (2, 4), FMA_BUSY * multiprocessors)
+        tasks, held = size // (4 if gated else 2), HELD_WORDS // (16 if gated else 8)
+        short = _rounds(-(-features // 512), held)[0] <= 2  # with more rounds two warps took more than twice as long
+        split = _split(tasks, (2, 4) if short else (4,), FMA_BUSY * multiprocessors)
         return Gemv(fma_gemv(dtype, features, split, gated), -(-tasks * split // FMA_WARPS))
     tasks = -(-size // 16)
     split = _split(tasks, (4, 8), MMA_BUSY * multiprocessors)

@@ -135,14 +135,14 @@ def _address(x: Tensor | None) -> int:
 
 def check_cache(kv_cache: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
     """Refuse what is not a contiguous cache [2, blocks, block_size, kv_heads, head_dim] with heads of whole 16 bytes,
-    and scales that are not above 0, or of a cache that has none."""
+    and scales that are not above 0, or of a cache that has none. A cache of int8: see `minivllm.attention.backend.int8_parts`."""
     if kv_cache.dim() != 5 or kv_cache.shape[0] != 2 or not kv_cache.is_contiguous():
         raise ValueError(
             "kv_cache must be contiguous [2, blocks, block_size, kv_heads, head_dim], "
             f"not {list(kv_cache.shape)} with strides {kv_cache.stride()}"
         )
-    if kv_cache.shape[4] * kv_cache.element_size() % 16:
-        raise ValueError(f"a head of {kv_cache.shape[4]} {kv_cache.dtype} is not a whole number of 16-byte pieces")
+    if _head_dim(kv_cache) * kv_cache.element_size() % 16:
+        raise ValueError(f"a head of {_head_dim(kv_cache)} {kv_cache.dtype} is not a whole number of 16-byte pieces")
     if not (k_scale > 0 and v_scale > 0) or (kv_cache.dtype != FP8 and (k_scale, v_scale) != (1.0, 1.0)):
         raise ValueError(
             f"k_scale and v_scale must be above 0, and 1 unless the cache is {FP8}: got {k_scale:g} and {v_scale:g}, the"
@@ -150,9 +150,15 @@ def check_cache(kv_cache: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) ->
         )
 
 
-def _cache_strides(kv_cache: Tensor) -> list[int]:
-    """Words from one block, token, head to the next."""
-    return [stride * kv_cache.element_size() // 4 for stride in kv_cache.stride()[1:4]]
+def _head_dim(kv_cache: Tensor) -> int:
+    """Numbers of a head: in a cache of int8, what is left beside its scale."""
+    return kv_cache.shape[4] - (4 if kv_cache.dtype == torch.int8 else 0)
+
+
+def _cache_strides(kv_cache: Tensor, size: int = 4) -> list[int]:
+    """Words, or units of `size` bytes, from one block, token, head to the next."""
+    head = _head_dim(kv_cache)
+    return [n * kv_cache.element_size() // size for n in (kv_cache.stride(1), kv_cache.shape[3] * head, head)]
 
 
 def _cache_halves(kv_cache: Tensor) -> tuple[int, int]:
@@ -166,24 +172,29 @@ def reshape_and_cache(
 ) -> None:
     """Write k, v [T, kv_heads, head_dim] to the slots int64 [T] of a cache; a slot below 0 is skipped.
 
-    The cache has their dtype, or is float8_e4m3fn: then it gets k / k_scale and v / v_scale, at most +-448.
+    The cache has their dtype, or is float8_e4m3fn: then it gets k / k_scale and v / v_scale, at most +-448; or is int8 with scales.
     """
     check_cache(kv_cache, k_scale, v_scale)
+    narrow = kv_cache.dtype in (FP8, torch.int8)
     to_fp8 = half_name("k", k) if kv_cache.dtype == FP8 else None
     for name, x in (("k", k), ("v", v)):
-        dtype = k.dtype if to_fp8 else kv_cache.dtype
-        check(name, x, (slot_mapping.shape[0], *kv_cache.shape[3:]), dtype, kv_cache.device)
+        dtype = k.dtype if narrow else kv_cache.dtype
+        check(name, x, (slot_mapping.shape[0], kv_cache.shape[3], _head_dim(kv_cache)), dtype, kv_cache.device)
         check_rows(name, x)
     check("slot_mapping", slot_mapping, (None,), torch.int64, kv_cache.device)
     check_contiguous(slot_mapping=slot_mapping)
-    size = k.element_size()
+    size, pointers = k.element_size(), (k.data_ptr(), v.data_ptr(), *_cache_halves(kv_cache), slot_mapping.data_ptr())
+    if kv_cache.dtype == torch.int8:
+        block_size, heads = kv_cache.shape[2:4]
+        writer = cache.reshape_and_cache_int8(half_name("k", k), heads, _head_dim(kv_cache), block_size)
+        grid = slot_mapping.shape[0], -(-2 * heads // cache.INT8_WARPS)
+        return run(writer, kv_cache.device, grid, *pointers, k.stride(0) // 2, v.stride(0) // 2)
     head_words = kv_cache.shape[4] * size // 4
     words = kv_cache.shape[3] * head_words
     pieces = words // (8 if to_fp8 else 4)
     kernel = cache.reshape_and_cache(kv_cache.shape[2], min(256, max(32, 1 << (pieces - 1).bit_length())), to_fp8)
     strides = (k.stride(0) * size // 4, v.stride(0) * size // 4, words, head_words, *_cache_strides(kv_cache))
-    pointers = (k.data_ptr(), v.data_ptr(), *_cache_halves(kv_cache), slot_mapping.data_ptr())
-    run(kernel, kv_cache.device, (slot_mapping.shape[0], 1), *pointers, 1 / k_scale, 1 / v_scale, *strides)
+    return run(kernel, kv_cache.device, (slot_mapping.shape[0], 1), *pointers, 1 / k_scale, 1 / v_scale, *strides)
 
 
 def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
@@ -420,11 +431,12 @@ def paged_attention(
     check_cache(kv_cache, k_scale, v_scale)
     want = (len(plan.slot_mapping), plan.kv_heads * shape.group, shape.head_dim)
     dtype = next(dtype for dtype, name in HALF.items() if name == shape.dtype)
-    kv_dtype = FP8 if shape.fp8_kv else dtype
-    if kv_cache.shape[2:] != (shape.block_size, plan.kv_heads, shape.head_dim) or kv_cache.dtype != kv_dtype:
+    kv_dtype = FP8 if shape.fp8_kv else torch.int8 if shape.int8_kv else dtype
+    found = (*kv_cache.shape[2:4], _head_dim(kv_cache))
+    if found != (shape.block_size, plan.kv_heads, shape.head_dim) or kv_cache.dtype != kv_dtype:
         raise ValueError(
             f"the plan is for blocks of {shape.block_size} tokens, {plan.kv_heads} KV heads of {shape.head_dim}, "
-            f"{kv_dtype}; the cache has {list(kv_cache.shape[2:])}, {kv_cache.dtype}"
+            f"{kv_dtype}; the cache has {list(found)}, {kv_cache.dtype}"
         )
     out = torch.empty(want, dtype=q.dtype, device=device) if out is None else out
     for name, x in (("q", q), ("out", out)):
@@ -513,10 +525,13 @@ def rope_and_cache(
     """
     dtype = half_name("qkv", qkv)
     check_cache(kv_cache, k_scale, v_scale)
-    fp8 = kv_cache.dtype == FP8
-    _, _, block_size, kv_heads, head_dim = kv_cache.shape
+    narrow, (block_size, kv_heads), head_dim = (
+        kv_cache.dtype in (FP8, torch.int8),
+        kv_cache.shape[2:4],
+        _head_dim(kv_cache),
+    )
     tokens, device, all_heads = qkv.shape[0], qkv.device, num_heads + 2 * kv_heads
-    check("qkv", qkv, (tokens, all_heads * head_dim), qkv.dtype if fp8 else kv_cache.dtype, kv_cache.device)
+    check("qkv", qkv, (tokens, all_heads * head_dim), qkv.dtype if narrow else kv_cache.dtype, kv_cache.device)
     check("table", table, (None, head_dim), torch.float32, device)
     check("positions", positions, (tokens,), torch.int64, device)
     check("slot_mapping", slot_mapping, (tokens,), torch.int64, device)
@@ -527,11 +542,12 @@ def rope_and_cache(
             check(name, weight, (head_dim,), qkv.dtype, device)
     check_contiguous(qkv=qkv, table=table, positions=positions, slot_mapping=slot_mapping)
     check_contiguous(q_weight=q_weight, k_weight=k_weight)
-    kernel = pointwise.rope_and_cache(dtype, num_heads, kv_heads, head_dim, block_size, q_weight is not None, fp8)
+    kinds = kv_cache.dtype == FP8, kv_cache.dtype == torch.int8
+    kernel = pointwise.rope_and_cache(dtype, num_heads, kv_heads, head_dim, block_size, q_weight is not None, *kinds)
     pointers = (qkv.data_ptr(), *_cache_halves(kv_cache), _address(q_weight), _address(k_weight))
     places = (table.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr())
     grid = (tokens, -(-all_heads // pointwise.ROPE_WARPS))
-    pairs = [stride // 2 for stride in kv_cache.stride()[1:4]]
+    pairs = _cache_strides(kv_cache, 2 * kv_cache.element_size())
     run(kernel, device, grid, *pointers, *places, eps, 1 / k_scale, 1 / v_scale, *pairs)
     return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)
 

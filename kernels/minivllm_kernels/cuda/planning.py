@@ -30,6 +30,7 @@ class AttentionShape:
     dtype: of Q, K, V and the output, "bfloat16" or "float16". head_dim: elements of a head.
     group: query heads that share a KV head. block_size: tokens in a cache block.
     soft_cap: scores pass through `cap * tanh(score / cap)`. fp8_kv: K and V lie in the cache as e4m3, a byte each.
+    int8_kv: as int8, and behind a block's K, and V, what each token and head is multiplied by: float32 [KV heads, block_size].
     """
 
     dtype: str
@@ -38,6 +39,7 @@ class AttentionShape:
     block_size: int
     soft_cap: bool = False
     fp8_kv: bool = False
+    int8_kv: bool = False
 
     def __post_init__(self) -> None:
         if (reason := shape_unsupported(self.dtype, self.head_dim, self.group, self.block_size)) is not None:
@@ -46,7 +48,7 @@ class AttentionShape:
     @property
     def name(self) -> str:
         """A short name, part of the names of kernels."""
-        extra = ("_cap" if self.soft_cap else "") + ("_fp8" if self.fp8_kv else "")
+        extra = ("_cap" if self.soft_cap else "") + ("_fp8" if self.fp8_kv else "") + ("_int8" if self.int8_kv else "")
         return f"{self.dtype}_d{self.head_dim}_g{self.group}_b{self.block_size}{extra}"
 
 

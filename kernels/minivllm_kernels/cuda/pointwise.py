@@ -5,6 +5,7 @@
 import functools
 from typing import Any
 
+from minivllm_kernels.cuda.cache import int8_writer
 from minivllm_kernels.cuda.simt import LOG2E, CudaKernel, cuda, device, f32, half_ops, i64, kernel, u32, warp_sum
 from minivllm_kernels.cuda.warp import exp2, grid_release, grid_wait, ldg128, ldg128_stream, pack_e4m3, rsqrt, stg128
 
@@ -87,16 +88,23 @@ ROPE_SIGNATURE = " ".join(
     + ["f32 f32 f32"]  # eps; of an fp8 cache: 1 / scale of K, of V
     + ["i64 i32 i32"]  # s_blk, s_tok, s_head: pairs of numbers from one block, token, KV head to the next in the cache
 )
-ROPE_FP8_SIGNATURE = ROPE_SIGNATURE.replace("u32* u32* u32*", "u32* u16* u16*", 1)
+ROPE_NARROW_SIGNATURE = ROPE_SIGNATURE.replace("u32* u32* u32*", "u32* u16* u16*", 1)
 """A pair of numbers in the cache has 16 bits."""
 ROPE_WARPS = 4
 
 
 @functools.cache
 def rope_and_cache(
-    dtype: str, heads: int, kv_heads: int, head_dim: int, block_size: int, norm: bool, fp8_kv: bool = False
+    dtype: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    norm: bool,
+    fp8_kv: bool = False,
+    int8_kv: bool = False,
 ) -> CudaKernel:
-    """Norm (if `norm`) and rotate q and k, write k and v to the cache (as e4m3 if `fp8_kv`).
+    """Norm (if `norm`) and rotate q and k, write k and v to the cache (as e4m3 if `fp8_kv`, as int8 with scales if `int8_kv`).
 
     qkv [T, (heads + 2 kv_heads) * head_dim] keeps the rotated q; its k and v parts are only read.
     Grid (tokens, ceil((heads + 2 kv_heads) / ROPE_WARPS)).
@@ -110,7 +118,8 @@ def rope_and_cache(
     half = half_ops(dtype)
     lo, hi, pack = half.lo, half.hi, half.pack
     name = f"rope_and_cache_{dtype}_h{heads}_{kv_heads}_d{head_dim}_b{block_size}" + ("_norm" if norm else "")
-    name += "_fp8" if fp8_kv else ""
+    name += "_fp8" if fp8_kv else "_int8" if int8_kv else ""
+    INT8, N2, store_int8 = int8_kv, EACH * 2, int8_writer(dtype, head_dim)
 
     if fp8_kv:
 
@@ -124,7 +133,7 @@ def rope_and_cache(
         def stored(word, inverse):
             return word
 
-    @kernel(ROPE_FP8_SIGNATURE if fp8_kv else ROPE_SIGNATURE, threads=32 * WARPS, name=name)
+    @kernel(ROPE_NARROW_SIGNATURE if fp8_kv or int8_kv else ROPE_SIGNATURE, threads=32 * WARPS, name=name)
     def rope(qkv, kc, vc, q_weight, k_weight, table, positions, slots, eps, k_inverse, v_inverse, s_blk, s_tok, s_head):
         tok = cuda.blockIdx.x
         head = cuda.blockIdx.y * WARPS + cuda.threadIdx.x // 32
@@ -136,8 +145,18 @@ def rope_and_cache(
         base = i64(tok) * (ALL * W) + head * W
         slot = slots[tok]
         to = (slot // BS) * s_blk + (slot % BS) * s_tok
+        pairs = cuda.local.array(N2, u32)
+        scale_at = (slot // BS) * s_blk + BS * s_tok + (slot % BS) * 2
         if head >= heads + kv_heads:
-            if slot >= 0:
+            if slot >= 0 and INT8:
+                h = head - heads - kv_heads
+                for i in range(N2):
+                    c = lane + 32 * (i // 2)
+                    pairs[i] = u32(0)
+                    if c < HW:
+                        pairs[i] = qkv[base + c + HW * (i % 2)]
+                store_int8(vc, to + h * s_head, scale_at + h * (2 * BS), pairs, lane)
+            elif slot >= 0:
                 to += (head - heads - kv_heads) * s_head
                 for c in range(lane, W, 32):
                     vc[to + c] = stored(qkv[base + c], v_inverse)
@@ -169,6 +188,8 @@ def rope_and_cache(
                     v[c * 4 + 1] *= scale * hi(x)
                     v[c * 4 + 2] *= scale * lo(y)
                     v[c * 4 + 3] *= scale * hi(y)
+        for i in range(N2):
+            pairs[i] = u32(0)
         for c in range(EACH):
             if lane + 32 * c < HW:
                 at = positions[tok] * D + 2 * (lane + 32 * c)
@@ -181,9 +202,14 @@ def rope_and_cache(
                 if head < heads:
                     qkv[base + lane + 32 * c] = x
                     qkv[base + HW + lane + 32 * c] = y
+                elif INT8:
+                    pairs[2 * c] = x
+                    pairs[2 * c + 1] = y
                 elif slot >= 0:
                     kc[to + (head - heads) * s_head + lane + 32 * c] = stored(x, k_inverse)
                     kc[to + (head - heads) * s_head + HW + lane + 32 * c] = stored(y, k_inverse)
+        if INT8 and head >= heads and slot >= 0:
+            store_int8(kc, to + (head - heads) * s_head, scale_at + (head - heads) * (2 * BS), pairs, lane)
 
     return rope
 

@@ -3,11 +3,12 @@
 # Generated from nbs/numba_kernels/cuda/prefill.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from numba import types
 
-from minivllm_kernels.cuda.decode import cache_format, soft_cap
+from minivllm_kernels.cuda.decode import cache_format, scale_places, soft_cap
 from minivllm_kernels.cuda.planning import (
     FIELDS,
     TILE_CONTEXT,
@@ -21,6 +22,9 @@ from minivllm_kernels.cuda.planning import (
 from minivllm_kernels.cuda.simt import NEG, CudaKernel, cuda, device, f32, half_ops, i64, kernel
 from minivllm_kernels.cuda.warp import (
     SIM,
+    as_f32,
+    bf16_hi,
+    bf16_lo,
     cp_async16,
     cp_commit,
     cp_wait_older,
@@ -28,6 +32,8 @@ from minivllm_kernels.cuda.warp import (
     e4m3_lo,
     exp2,
     fmax,
+    int8_hi,
+    int8_lo,
     ldg128,
     ldmatrix_x4,
     ldmatrix_x4_trans,
@@ -80,8 +86,26 @@ def tile_loaders(shape: AttentionShape, warps: int) -> tuple[Any, Any]:
     COLUMNS = 8 if D <= 64 else 16 if D <= 128 else 32  # threads a row, a power of two
     LOAD_ROWS = warps * 32 // COLUMNS
     Q_STEPS, KV_STEPS = warps * warp_rows(shape) // LOAD_ROWS, tile_keys(shape) // LOAD_ROWS
-    format = cache_format(shape)
-    PIECE, read, query = format.words, format.fetch, format.query
+    format, half = cache_format(shape), half_ops(shape.dtype)
+    PIECE, read, query, SCALED, scale_place = (
+        format.words,
+        format.fetch,
+        format.query,
+        format.scaled,
+        scale_places(shape),
+    )
+    pack, fetch_q = half.pack, cp_async16
+
+    @device
+    def times(word, scale):
+        return pack(bf16_lo(word) * scale, bf16_hi(word) * scale)
+
+    @device
+    def fetch_int8(sa, to, cache, at, scale):
+        """Numbers of an int8 cache become those of the model's dtype on the way."""
+        x = read(cache, at)
+        low = times(int8_lo(x[0]), scale), times(int8_hi(x[0]), scale)
+        sts128(sa, to, low[0], low[1], times(int8_lo(x[1]), scale), times(int8_hi(x[1]), scale))
 
     if shape.fp8_kv:
 
@@ -95,7 +119,7 @@ def tile_loaders(shape: AttentionShape, warps: int) -> tuple[Any, Any]:
             x = ldg128(q, at)
             sts128(sa, to, query(x[0]), query(x[1]), query(x[2]), query(x[3]))
     else:
-        fetch = fetch_q = cp_async16
+        fetch = cp_async16
 
     @device
     def load_q(q, row0, first, queries, q_s, kvh, sa, tid):
@@ -116,8 +140,13 @@ def tile_loaders(shape: AttentionShape, warps: int) -> tuple[Any, Any]:
             for i in range(KV_STEPS):
                 r = tid // COLUMNS + i * LOAD_ROWS
                 tok = max(min(base + r, newest), oldest)
-                at = i64(table[pages + (tok >> SHIFT)]) * s_blk + (tok & MASK) * s_tok + kv_at + column * PIECE
-                fetch(sa, to + r * PITCH + column * 16, cache, at)
+                block = table[pages + (tok >> SHIFT)]
+                at = i64(block) * s_blk + (tok & MASK) * s_tok + kv_at + column * PIECE
+                if SCALED:
+                    scale = as_f32(cache[scale_place(block, tok, s_blk, s_tok, kv_at)])
+                    fetch_int8(sa, to + r * PITCH + column * 16, cache, at, scale)
+                else:
+                    fetch(sa, to + r * PITCH + column * 16, cache, at)
 
     return load_q, load_kv
 
@@ -132,7 +161,7 @@ def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any]:
         shape.head_dim // 8,
     )
     SN = S_TILES * 4 * M
-    format = cache_format(shape)
+    format = cache_format(replace(shape, int8_kv=False))
     pack, mma = format.pack, format.mma
 
     @device

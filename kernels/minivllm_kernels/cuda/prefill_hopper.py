@@ -66,6 +66,8 @@ def hopper_unsupported(shape: AttentionShape, cc: tuple[int, int]) -> str | None
     """Why a card of compute capability `cc` computes prefill of this shape with `mma.sync`; None if with `wgmma`."""
     if cc != HOPPER:
         return f"wgmma is an instruction of compute capability 9.0 alone, and this card has {cc[0]}.{cc[1]}"
+    if shape.int8_kv:
+        return "wgmma reads K and V as they lie in the cache, and their scales are missing there"
     if shape.fp8_kv:
         return "wgmma reads K and V as they lie in the cache, and multiplies no e4m3 with 16-bit numbers"
     return None

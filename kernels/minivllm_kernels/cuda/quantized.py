@@ -10,6 +10,7 @@ import numpy as np
 
 from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i32, i64, kernel, u32
 from minivllm_kernels.cuda.warp import (
+    as_f32,
     cp_commit,
     grid_release,
     grid_wait,
@@ -90,8 +91,8 @@ class Format:
         return f"{self.kind}_{self.dtype}_k{self.features}_g{self.group}_{self.scale}{zeros}"
 
 
-_CODES = {"bfloat16": ("bf16", 3, 0x4180), "float16": ("f16", 6, 0x4C00)}
-"""PTX name; the lowest of the four fraction bits that count whole numbers in a half from 16 to 31; the bits of 16."""
+_CODES = {"bfloat16": ("bf16", (3, 0x4180), (3, 0x4180)), "float16": ("f16", (2, 0x5C00), (6, 0x4C00))}
+"""PTX name; and for either of two outputs 8 apart, the lowest of the four fraction bits that count whole numbers in a half from 16 or 256 on; its bits."""
 FP8_UP = {"bfloat16": (64, 120), "float16": (0, 8)}
 """Exponents of two: by which activations are multiplied for fp8, and by which the decoded weights are too small."""
 
@@ -101,18 +102,22 @@ def _twice(half: int) -> int:
 
 
 def _read_int4(dtype: str) -> Any:
-    """Four bits become the first ones behind the leading one of 16 to 31; what is too much is taken off the sums."""
-    _, at, magic = _CODES[dtype]
-    MASK, MAGIC = _twice(15 << at), _twice(magic)
-    text = f"lop3.b32 $0, $4, {MASK}, {MAGIC}, 0xEA;"
-    for i in range(1, 4):
-        text += f" shf.r.wrap.b32 s, $4, $4, {4 * i}; lop3.b32 ${i}, s, {MASK}, {MAGIC}, 0xEA;"
+    """Four bits become the first ones behind the leading one of 16 or 256; what is too much is taken off the sums."""
+    words, text, shifts = _CODES[dtype][1:], "mov.b32 s, $4;", [0]
+    for i in range(4):
+        at, magic = words[i % 2]
+        shifts.append(4 * i + words[0][0] - at)
+        if shifts[-1] != shifts[-2]:
+            text += f" shf.r.wrap.b32 s, $4, $4, {shifts[-1]};"
+        text += f" lop3.b32 ${i}, s, {_twice(15 << at)}, {_twice(magic)}, 0xEA;"
 
     @instruction(f"{{ .reg .b32 s; {text} }}", "u32 u32 u32 u32", "u32")
     def read(word):
         """Four pairs."""
         word = int(word) | int(word) << 32
-        return tuple(np.uint32(word >> 4 * i & MASK | MAGIC) for i in range(4))
+        return tuple(
+            np.uint32(word >> shifts[1 + i] & _twice(15 << words[i % 2][0]) | _twice(words[i % 2][1])) for i in range(4)
+        )
 
     return read
 
@@ -162,12 +167,6 @@ def _read_int8(dtype: str) -> Any:
     return read
 
 
-@instruction("mov.b32 $0, $1;", "f32", "u32")
-def as_f32(word):
-    """The float32 that a word is."""
-    return np.uint32(word).view(np.float32)
-
-
 def _fma(dtype: str) -> Any:
     half = half_ops(dtype)
 
@@ -183,8 +182,7 @@ def _fma(dtype: str) -> Any:
 def decoder(format: Format) -> tuple[Any, Any, Any]:
     """Device functions: the words of 16 inputs as matrix A of an mma; what is to be added to two outputs' numbers; and their scales."""
     INT4, ZEROS, HALF_SCALE = format.kind == "int4", format.zeros, format.scale != "float32"
-    _, at, magic = _CODES[format.dtype]
-    SYMMETRIC = _twice(0x8000 + magic + (8 << at))
+    FIRST, SECOND = (_twice(0x8000 + magic + (8 << at)) for at, magic in _CODES[format.dtype][1:])
     ops = half_ops(format.scale) if HALF_SCALE else None
     lo, hi = (ops.lo, ops.hi) if ops is not None else (as_f32, as_f32)
     read = {"int4": _read_int4, "fp8": _read_fp8, "int8": _read_int8}[format.kind](format.dtype)
@@ -199,7 +197,7 @@ def decoder(format: Format) -> tuple[Any, Any, Any]:
     def zero_points(scales, at):
         if ZEROS:
             return prmt(scales[at + 1], scales[at + 1], u32(0x1010)), prmt(scales[at + 1], scales[at + 1], u32(0x3232))
-        return u32(SYMMETRIC), u32(SYMMETRIC)
+        return u32(FIRST), u32(SECOND)
 
     @device
     def factors(scales, at):

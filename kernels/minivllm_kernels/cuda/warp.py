@@ -14,11 +14,11 @@ from llvmlite import ir
 from minivllm_kernels.cuda import warp_sim
 
 __all__ = [
-    "LLVM", "NUMBA", "REGISTER", "SIM", "atomic_inc", "bf16_hi", "bf16_lo", "cp_async16", "cp_commit",
-    "cp_wait_older", "e4m3_hi", "e4m3_lo", "exp2", "f16_hi", "f16_lo", "fmax", "grid_release", "grid_wait",
-    "ldcg2", "ldg64_stream", "ldg128", "ldg128_stream", "ldmatrix_x4", "ldmatrix_x4_trans", "mma_bf16",
-    "mma_f16", "movmatrix", "pack_bf16", "pack_e4m3", "pack_f16", "prmt", "rsqrt", "shfl_xor", "smem_addr",
-    "stg128", "sts128",
+    "LLVM", "NUMBA", "REGISTER", "SIM", "as_f32", "as_word", "atomic_inc", "bf16_hi", "bf16_lo", "cp_async16",
+    "cp_commit", "cp_wait_older", "e4m3_hi", "e4m3_lo", "exp2", "f16_hi", "f16_lo", "fmax", "fmax_or_nan",
+    "grid_release", "grid_wait", "int8_hi", "int8_lo", "ldcg2", "ldg64_stream", "ldg128", "ldg128_stream",
+    "ldmatrix_x4", "ldmatrix_x4_trans", "mma_bf16", "mma_f16", "movmatrix", "pack_bf16", "pack_e4m3",
+    "pack_f16", "pack_int8", "prmt", "rsqrt", "shfl_xor", "smem_addr", "stg128", "sts128",
 ]  # fmt: skip
 
 SIM = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("0", "")
@@ -201,6 +201,51 @@ def e4m3_lo(word):
 def e4m3_hi(word):
     """A word of two float16 from the two e4m3 in the high half of a word."""
     return _unpack_e4m3(int(word) >> 16)
+
+
+@instruction("max.NaN.f32 $0, $1, $2;", "f32", "f32 f32")
+def fmax_or_nan(a, b):
+    """The larger one; NaN if one of them is."""
+    return np.maximum(np.float32(a), np.float32(b))
+
+
+@instruction("mov.b32 $0, $1;", "f32", "u32")
+def as_f32(word):
+    """The float32 that a word is."""
+    return np.uint32(word).view(np.float32)
+
+
+@instruction("mov.b32 $0, $1;", "u32", "f32")
+def as_word(x):
+    """The word that a float32 is."""
+    return np.float32(x).view(np.uint32)
+
+
+@instruction(
+    "{ .reg .b32 a, b, c; cvt.rni.s32.f32 a, $1; cvt.rni.s32.f32 b, $2; mov.b32 c, 0; cvt.pack.sat.s8.s32.b32 $0, b, a, c; }",
+    "u32",
+    "f32 f32",
+)
+def pack_int8(lo, hi):
+    """Two int8 in the low half of a word, rounded to nearest even; NaN becomes 0."""
+    low, high = (0 if np.isnan(x) else int(np.clip(np.rint(x), -128, 127)) & 255 for x in (lo, hi))
+    return np.uint32(low | high << 8)
+
+
+def _unpack_int8(at: int) -> Any:
+    text = f"prmt.b32 s, $1, 0x43434343, {0x4140 + 0x101 * at}; and.b32 a, s, 0xFF7FFF7F; and.b32 s, s, 0xFF80FF80;"
+
+    @instruction(f"{{ .reg .b32 s, a, m; mov.b32 m, 0xBF80BF80; {text} fma.rn.bf16x2 $0, s, m, a; }}", "u32", "u32")
+    def unpack(word):
+        """A word of two bfloat16 from the two int8 in a half of a word: seven bits become the last ones of 128 to 255, and the sign makes
+        128 or 256, which is taken away."""
+        low, high = np.array([int(word) >> 8 * at & 0xFFFF], np.uint16).view(np.int8)
+        return pack_bf16(np.float32(low), np.float32(high))
+
+    return unpack
+
+
+int8_lo, int8_hi = _unpack_int8(0), _unpack_int8(2)
 
 
 def _mma(kind: str, simulated: Callable) -> Any:

@@ -65,10 +65,10 @@ class FewRowsLinear(TorchLinear):
 
 TILE = 32
 """Outputs are padded to a multiple of these."""
-NIBBLE_AT = {"bfloat16": 3, "float16": 6}
-"""How far to the left the words of a 4-bit weight are turned: four bits are then where a half has them behind the leading one of 16 to 31."""
-ZERO = 16
-"""What a zero point of 4 bits is kept with, and subtracted with."""
+NIBBLE_AT = {"bfloat16": 3, "float16": 2}
+"""How far to the left the words of a 4-bit weight are turned: four bits are then where a half has them behind the leading one of 16 or 256."""
+BASES = {"bfloat16": (16, 16), "float16": (256, 16)}
+"""What the zero points of 4 bits of two outputs 8 apart are kept with, and subtracted with."""
 
 
 def whole_zero_points(weight: GroupedWeight) -> Tensor | None:
@@ -181,7 +181,8 @@ class CUDAPackedWeight(RepackedWeight):
             assert isinstance(weight, GroupedWeight)
             whole = whole_zero_points(weight)
             assert whole is not None  # `cuda_format` has looked
-            zero = (-ZERO - _by_tiles(whole).permute(0, 3, 2, 1)).to(getattr(torch, format.dtype))
+            base = torch.tensor(BASES[format.dtype], device=whole.device)
+            zero = (-base - _by_tiles(whole).permute(0, 3, 2, 1)).to(getattr(torch, format.dtype))
             self.scales = torch.cat((self.scales, zero.contiguous().view(torch.int32)), -1)
 
     def apply(self, x: Tensor, matmul: Matmul = F.linear) -> Tensor:
@@ -203,13 +204,14 @@ class CUDAPackedWeight(RepackedWeight):
         format, outputs, kind = self.format, self._shape[0], getattr(torch, self.format.scale)
 
         def outputs_of(pairs: Tensor) -> Tensor:
+            """[tiles, groups, 8, 2], where the last are outputs 8 apart, to [outputs, groups]."""
             return pairs.permute(0, 3, 2, 1).reshape(-1, pairs.shape[1])[:outputs]
 
         q = unpack_tiles(self.words, format)[:outputs]
         scale, low = outputs_of(self.scales[..., : kind.itemsize // 2].contiguous().view(kind)), None
         if format.zeros:
-            halves = outputs_of(self.scales[..., 1:].contiguous().view(getattr(torch, format.dtype)))
-            low = (halves.float() + ZERO) * scale.float()
+            halves = self.scales[..., 1:].contiguous().view(getattr(torch, format.dtype)).float()
+            low = outputs_of(halves + halves.new_tensor(BASES[format.dtype])) * scale.float()
         if format.kind == "fp8":
             return ScaledWeight(q.view(FP8), scale, format.group)
         q = pack_nibbles(q) if self.bits == 4 else q.view(torch.int8)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionSpec, KVScales
+from minivllm.attention.backend import FP8, AttentionSpec, KVScales
 from minivllm.core.config import KVCacheSpec
 from minivllm.models.layers import ProjectionQKNorm, QKNorm
 from minivllm.models.linear.layer import Linear
@@ -201,12 +201,12 @@ class SelfAttention(Mixer):
 
     def process_weights_after_loading(self) -> None:
         """See `Mixer`. A scale that is missing is the other one, or 1; a cache of another dtype than fp8 has none."""
-        if self.kv_dtype is not None and self._scales:
+        if self.kv_dtype == FP8 and self._scales:
             k, v = self._scales.get("k"), self._scales.get("v")
             self.backend = self.backend.scaled(KVScales(k or v or 1.0, v or k or 1.0))
 
     def renew(self) -> None:
-        if self.kv_dtype is not None and self._scales:
+        if self.kv_dtype == FP8 and self._scales:
             self.backend = self.backend.scaled(KVScales(1.0, 1.0))
         self._scales = {}
 

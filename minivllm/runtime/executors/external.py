@@ -78,7 +78,7 @@ class ExternalExecutor(ExecutorBase):
         self._own = not dist.is_initialized() and size > 1
         self.worker = Worker(launch_from_environment(size, plan.config.device))
         self._log: SampleLog | None = None
-        self._tokens: dict[str, list[int]] = {}
+        self._sampled: list[tuple[int, dict[str, list[int]]]] = []
         try:
             self.config = self._load(plan, size)
             self.worker.initialize(self.config, transforms, grammar)
@@ -99,12 +99,14 @@ class ExternalExecutor(ExecutorBase):
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         args = self.config.args
-        result, samples = self.worker.execute_model(output, self._tokens)
-        if args.pipeline_parallel_size > 1:
+        result, samples = self.worker.execute_model(output, self._sampled)
+        if (
+            args.pipeline_parallel_size > 1 or args.speculative is not None
+        ):  # how many drafts pay, each rank measures for itself
             box = [(result, samples)]
             dist.broadcast_object_list(box, src=args.world_size - args.tensor_parallel_size)
             result, samples = box[0]
-            self._tokens = dict(result.sampled_token_ids)
+            self._sampled = [(output.step, dict(result.sampled_token_ids))]
         if self._log is not None:
             self._log |= samples
         return result

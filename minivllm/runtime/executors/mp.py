@@ -90,21 +90,20 @@ class StepResult:
     Args:
         wait: gives the answer to the call.
         log: where samples go.
-        tokens: where what was sampled goes, or None.
+        sampled: gets the step's tokens.
     """
 
     def __init__(
-        self, wait: Callable[[], list[Any]], log: SampleLog | None, tokens: dict[str, list[int]] | None
+        self, wait: Callable[[], list[Any]], log: SampleLog | None, sampled: Callable[[dict[str, list[int]]], None]
     ) -> None:
-        self._wait, self._log, self._tokens = wait, log, tokens
+        self._wait, self._log, self._sampled = wait, log, sampled
 
     def result(self) -> ModelRunnerOutput:
         """Wait for it. Raises WorkerError; if it takes longer than `step_timeout`, with the stacks of all workers, which are ended."""
         ((output, samples),) = self._wait()
         if self._log is not None:
             self._log |= samples
-        if self._tokens is not None:
-            self._tokens |= output.sampled_token_ids
+        self._sampled(output.sampled_token_ids)
         return output
 
 
@@ -372,7 +371,9 @@ class MultiprocExecutor(ExecutorBase):
     def __init__(self, plan: EnginePlan, workers: Calls | None = None) -> None:
         self._step_timeout = step_timeout()
         self._log: SampleLog | None = None
-        self._tokens: dict[str, list[int]] = {}  # sampled, and not yet told to the stages before the last
+        self._sampled: list[
+            tuple[int, dict[str, list[int]]]
+        ] = []  # by step, not yet told to the stages before the last
         args, self._own = plan.config.args, workers is None
         self.workers = workers or start_workers(args.world_size, plan.config.device)
         if self.workers.size != args.world_size:
@@ -390,14 +391,14 @@ class MultiprocExecutor(ExecutorBase):
         return self.submit(output).result()
 
     def submit(self, output: SchedulerOutput) -> PendingStep:
-        tokens = dict(self._tokens)
-        self._tokens.clear()  # cleared, not replaced: steps in flight will put their tokens into this dict
-        future = self.workers.call("execute_model", [output, tokens], ranks=[self.output_rank], fatal=True)
+        sampled, self._sampled = self._sampled, []
+        future = self.workers.call("execute_model", [output, sampled], ranks=[self.output_rank], fatal=True)
         wait = functools.partial(self.workers.wait, future, "execute_model", self._step_timeout)
-        return StepResult(wait, self._log, self._tokens_of_steps())
+        return StepResult(wait, self._log, functools.partial(self._note_sampled, output.step))
 
-    def _tokens_of_steps(self) -> dict[str, list[int]] | None:
-        return self._tokens if self.config.args.pipeline_parallel_size > 1 else None
+    def _note_sampled(self, step: int, tokens: dict[str, list[int]]) -> None:
+        if self.config.args.pipeline_parallel_size > 1:
+            self._sampled.append((step, dict(tokens)))
 
     @property
     def output_rank(self) -> int:

@@ -198,12 +198,12 @@ class Worker:
         self.runner.sample_log = self._samples if on else None
 
     def execute_model(
-        self, output: SchedulerOutput, tokens: Mapping[str, list[int]]
+        self, output: SchedulerOutput, sampled: Sequence[tuple[int, Mapping[str, list[int]]]]
     ) -> tuple[ModelRunnerOutput, SampleLog]:
-        """Execute a step. Returns its samples too, if `keep_samples` asked for them. tokens: those sampled since the last call, for stages that do not sample."""
+        """Execute a step. Returns its samples too, if `keep_samples` asked for them. sampled: since the last call, see `ModelRunner.learn`."""
         assert self.runner is not None
         if not self.stage.is_last:
-            self.runner.learn(tokens)
+            self.runner.learn(sampled)
         result = self.runner.execute_model(output)
         samples = dict(self._samples)
         self._samples.clear()

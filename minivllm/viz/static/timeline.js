@@ -194,6 +194,7 @@ class Lanes {
     const last = preempted.at(-1);
     const ended = this.finish[request] <= step && this.finishKind[request];
     return [
+      ["routed", this.about.routes[request] ?? null],
       ["this step", this.describe(request, step)],
       ["tokens", `${this.prompt[request]} prompt${cached ? `, ${cached} of them cached` : ""}${done === null ? "" : `; ${done} computed`}`],
       ["preempted", last ? `${preempted.length === 1 ? "once" : `${preempted.length} times`}, last in step ${last[0]} for ${this.names[last[2]]}${last[3] ? " (swapped)" : ""}` : null],
@@ -205,8 +206,9 @@ class Lanes {
 // The lanes that a header's description names, read from its parts.
 export async function readLanes(data, about) {
   const names = Object.keys(about.parts);
+  const routes = about.routes ? await data.json(about.routes) : {}; // where a router has sent requests, and why
   const [ids, called, ...parts] = await Promise.all([data.json(about.ids), data.json(about.names), ...names.map((name) => data.part(about.parts[name]))]);
-  return new Lanes(about, ids, called, Object.fromEntries(names.map((name, i) => [name, parts[i]])));
+  return new Lanes({ ...about, routes }, ids, called, Object.fromEntries(names.map((name, i) => [name, parts[i]])));
 }
 
 // ---- rows: one per request, in its colour; kinds differ in height, texture and tint

@@ -77,7 +77,26 @@ def test_mma_of_an_fp8_cache(dtype, dim, group, block, window, cap, kv_heads, wa
     kernel = decode.mma_split_kv(shape, warps=warps)
     assert case.decode_error(kernel, kv_heads * decode.mma_parts(shape), plan) < TOLERANCE[dtype]
     for rung in (RUNGS.naive, RUNGS.fma_split_kv):
-        with pytest.raises(ValueError, match="an fp8 cache is read by the mma kernels only"):
+        with pytest.raises(ValueError, match="an fp8 or int8 cache is read by the mma kernels only"):
+            rung(shape)
+
+
+@pytest.mark.parametrize(
+    "dtype, dim, group, block, window, cap, kv_heads, warps",
+    [
+        ("bfloat16", 64, 2, 16, None, None, 2, 2),
+        ("float16", 80, 9, 8, 21, None, 2, 1),
+        ("bfloat16", 96, 3, 32, None, 3.0, 1, 1),
+        ("bfloat16", 256, 1, 64, None, None, 1, 1),
+    ],
+)
+def test_mma_of_an_int8_cache(dtype, dim, group, block, window, cap, kv_heads, warps):
+    shape = AttentionShape(dtype, dim, group, block, cap is not None, int8_kv=True)
+    case, plan = case_and_plan(shape, [52, 3], chunk=2, window=window, cap=cap, kv_heads=kv_heads)
+    kernel = decode.mma_split_kv(shape, warps=warps)
+    assert case.decode_error(kernel, kv_heads * decode.mma_parts(shape), plan) < TOLERANCE["bfloat16"]
+    for rung in (RUNGS.naive, RUNGS.fma_split_kv):
+        with pytest.raises(ValueError, match="an fp8 or int8 cache is read by the mma kernels only"):
             rung(shape)
 
 

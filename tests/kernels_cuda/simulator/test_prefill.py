@@ -55,9 +55,14 @@ def test_fma(dtype, dim, group, block, window):
         ("bfloat16", 64, 3, 8, {"window": 9, "kv_heads": 2, "scales": (0.03, 1.7)}),
         ("float16", 80, 2, 16, {"cap": 3.0, "scales": (2.0, 0.5)}),
         ("bfloat16", 128, 1, 32, {"chunk": 12, "scales": (1.0, 1.0)}),
+        ("bfloat16", 64, 3, 8, {"window": 9, "kv_heads": 2, "int8_kv": True}),
+        ("float16", 80, 2, 16, {"cap": 3.0, "int8_kv": True}),
+        ("bfloat16", 128, 1, 32, {"chunk": 12, "int8_kv": True}),
     ],
 )
 def test_mma(dtype, dim, group, block, extra):
-    shape = AttentionShape(dtype, dim, group, block, "cap" in extra, fp8_kv="scales" in extra)
+    kinds = {"fp8_kv": "scales" in extra, "int8_kv": extra.get("int8_kv", False)}
+    shape = AttentionShape(dtype, dim, group, block, "cap" in extra, **kinds)
+    extra = {name: value for name, value in extra.items() if name != "int8_kv"}
     rung = prefill.mma_tiles(shape, warps=1)
     assert error(rung, prefill.warp_rows(shape), shape, [9, 1], [43, 5], **extra) < TOLERANCE[dtype]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_weights import WEIGHTS, random_weight
-from paged_numpy import from_fp8, relative_error, to_float, to_fp8, to_half, words
+from paged_numpy import from_fp8, relative_error, to_float, to_fp8, to_half, to_int8, words
 
 from minivllm.models.linear.cuda import CUDAPackedWeight, cuda_format
 from minivllm_kernels.cuda import cache, gemv, pointwise, quantized, simt, warp, warp_sim
@@ -39,6 +39,16 @@ def test_e4m3_is_torchs():
     written = np.array([warp.pack_e4m3(a, b) for a, b in x.reshape(-1, 2)], np.uint16).view(np.uint8)
     np.testing.assert_array_equal(written, to_fp8(x))
     assert warp.pack_e4m3(np.float32(np.nan), np.float32(1)) == 0x387F
+
+
+def test_int8_is_rounded_to_even_and_read_exactly():
+    every = np.arange(-128, 128).astype(np.int8)
+    for read, shift in ((warp.int8_lo, 0), (warp.int8_hi, 16)):
+        pairs = np.array([read(int(x) << shift) for x in every.view(np.uint16)], np.uint32)
+        np.testing.assert_array_equal(to_float(pairs.view(np.uint16), "bfloat16"), every)
+    x = np.array([0.5, 1.5, -2.5, 126.6, -127.4, 300, -300, np.nan], np.float32)
+    got = np.array([warp.pack_int8(a, b) for a, b in x.reshape(-1, 2)], np.uint16).view(np.int8)
+    assert got.tolist() == [0, 2, -2, 127, -127, 127, -128, 0]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -148,6 +158,38 @@ def test_reshape_and_cache_to_fp8(dtype):
     assert list(from_fp8(caches[0, 5, 0, :3])) == [448, -448, 448]
 
 
+def int8_rows(half, heads, block):
+    """What a cache of int8 holds: whole numbers [tokens, heads, dim] and scales [tokens, heads]. half: uint16 [blocks, words]."""
+    numbers, scales = np.split(half.view(np.uint8), [-4 * heads * block], axis=1)
+    scales = np.ascontiguousarray(scales).view(np.float32).reshape(-1, heads, block).swapaxes(1, 2)
+    return numbers.view(np.int8).reshape(len(half) * block, heads, -1), scales.reshape(-1, heads)
+
+
+@pytest.mark.parametrize("dtype, dim", [("bfloat16", 80), ("float16", 256)])
+def test_reshape_and_cache_to_int8(dtype, dim):
+    tokens, heads, block, slots = 3, 3, 8, np.array([5, -1, 23])
+    x = to_half(np.random.default_rng(2).standard_normal((2, tokens, heads, dim)) * 100, dtype)
+    x[0, 0, 1], x[1, 2, 0, 7] = 0, to_half(np.array([np.nan]), dtype)[0]
+    caches = np.zeros((2, 3, block * heads * (dim + 4) // 2), np.uint16)
+    kernel, w = cache.reshape_and_cache_int8(dtype, heads, dim, block), dim // 2
+    kernel.simulate((tokens, 2), words(x[0]), words(x[1]), *caches, slots, heads * w, heads * w)
+    for got, given in zip(caches, x):
+        numbers, scales = int8_rows(got, heads, block)
+        assert not numbers[[i for i in range(24) if i not in slots]].any() and scales[slots[slots >= 0]].all()
+        given = to_float(given, dtype).astype(np.float32)
+        for token, slot in ((0, 5), (2, 23)):
+            for head in range(heads):
+                row = given[token, head]
+                if np.isnan(row).any():
+                    assert np.isnan(scales[slot, head])
+                elif row.any():
+                    want, scale = to_int8(row)
+                    assert scales[slot, head] == scale and np.abs(numbers[slot, head] - want).max() <= 1  # of a half
+                    assert (numbers[slot, head] != want).mean() < 0.02
+                else:
+                    assert not numbers[slot, head].any() and 0 < scales[slot, head] < 1e-30
+
+
 def test_copy_blocks():
     rng = np.random.default_rng(3)
     source = rng.integers(0, 2**32, (2, 6, 64), dtype=np.uint32)
@@ -186,22 +228,26 @@ def test_silu():
 
 
 @pytest.mark.parametrize(
-    "dtype, dim, heads, kv_heads, norm, fp8",
-    [("bfloat16", 80, 3, 1, True, False), ("float16", 256, 1, 1, False, False), ("bfloat16", 80, 1, 2, True, True)],
-)
-def test_rope(dtype, dim, heads, kv_heads, norm, fp8):
+    "dtype, dim, heads, kv_heads, norm, kind",
+    [
+        ("bfloat16", 80, 3, 1, True, None), ("float16", 256, 1, 1, False, None), ("bfloat16", 80, 1, 2, True, "fp8"),
+        ("bfloat16", 80, 1, 2, True, "int8"), ("float16", 256, 1, 1, False, "int8"),
+    ],
+)  # fmt: skip
+def test_rope(dtype, dim, heads, kv_heads, norm, kind):
     rng = np.random.default_rng(6)
     qkv = to_half(rng.standard_normal((2, heads + 2 * kv_heads, dim)), dtype)
     weights = [to_half(rng.standard_normal(dim), dtype) for _ in range(2)]
     positions, slots = np.array([3, 11]), np.array([4, 19])
     angle = np.arange(20)[:, None] / 10000 ** (np.arange(dim // 2) / (dim // 2))[None]
     table = np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
-    kc, vc = np.zeros((2, 3 * 8 * kv_heads * dim // 2), np.uint16 if fp8 else np.uint32)
+    fp8, int8, narrow = kind == "fp8", kind == "int8", kind is not None
+    kc, vc = np.zeros((2, 3 * 8 * kv_heads * (dim + 4 * int8) // 2), np.uint16 if narrow else np.uint32)
     work = words(qkv).copy()
     w = dim // 2
-    kernel = pointwise.rope_and_cache(dtype, heads, kv_heads, dim, 8, norm, fp8)
+    kernel = pointwise.rope_and_cache(dtype, heads, kv_heads, dim, 8, norm, fp8, int8)
     grid = (2, -(-(heads + 2 * kv_heads) // pointwise.ROPE_WARPS))
-    strides = (8 * kv_heads * w, kv_heads * w, w)
+    strides = (8 * kv_heads * (w + 2 * int8), kv_heads * w, w)
     scales = (0.5, 0.125) if fp8 else (1.0, 1.0)
     inverses = [1 / s for s in scales]
     kernel.simulate(grid, work, kc, vc, *map(words, weights), table, positions, slots, 1e-6, *inverses, *strides)
@@ -220,6 +266,12 @@ def test_rope(dtype, dim, heads, kv_heads, norm, fp8):
         stored = [from_fp8(x.view(np.uint8)).reshape(-1, kv_heads, dim)[slots] * s for x, s in zip((kc, vc), scales)]
         assert relative_error(stored[0], k) < 0.04  # half of 2 ** -3, for numbers of any size
         assert (stored[1] == from_fp8(to_fp8(v / scales[1])) * scales[1]).all()
+    elif int8:
+        stored = [n * s[..., None] for n, s in (int8_rows(x.reshape(3, -1), kv_heads, 8) for x in (kc, vc))]
+        for got, want in zip(stored, (k, v)):
+            assert (np.abs(got[slots] - want).max(-1) / np.abs(want).max(-1)).max() < (
+                0.5 + 0.01 + 127 * 2**-9 * (want is k)
+            ) / 127
     else:
         stored = [to_float(x.view(np.uint16), dtype).reshape(-1, kv_heads, dim)[slots] for x in (kc, vc)]
         assert relative_error(stored[0], k) < TOLERANCE[dtype]
@@ -289,6 +341,11 @@ def test_the_choice_of_a_gemv_reaches_every_output_and_fills_the_card(rows, gate
         tasks = size // (4 if gated else 2) if rows == 1 else -(-size // 16)
         assert warps % tasks < most and most // 2 <= warps // tasks <= most
         assert warps >= 132 * (16 if rows == 1 else 6) or warps // tasks == most
+
+
+@pytest.mark.parametrize("features, split", [(4096, 2), (8192, 2), (14336, 4)])
+def test_four_warps_share_long_rows(features, split):
+    assert gemv.choose_gemv("bfloat16", features, 8192, 1, 132).kernel.name == f"fma_gemv_bfloat16_k{features}_s{split}"
 
 
 TILINGS = {  # rows of the kernel, rows, outputs, blocks; tiling

@@ -7,12 +7,12 @@ from typing import Any
 
 from minivllm_kernels.cpu.matmul import layout
 from minivllm_kernels.cpu.matmul.gemv import jit, make_take_rows, make_write_row, matmul_loop
-from minivllm_kernels.cpu.matmul.layout import ITEM, TILE_ROWS
+from minivllm_kernels.cpu.matmul.layout import ITEM, TILE_ROWS, prefetch_distance
 from minivllm_kernels.cpu.simd import (
     floats_at,
     load,
     load_halves,
-    prefetch,
+    prefetch_rows,
     splat,
     store,
     tile_fma,
@@ -37,7 +37,9 @@ def find_outputs(args, item):
 
 def make_tile(rows: int, vectors: int, lanes: int, block: int) -> Any:
     """A function for `rows` rows and the outputs of an item, `vectors * lanes` at once."""
-    V, L, SUMS, STEP, BYTES, BLOCK = vectors, lanes, rows * vectors, 2 * lanes, 4 * vectors * lanes, block
+    V, L, SUMS, STEP, BLOCK = vectors, lanes, rows * vectors, 2 * lanes, block
+    LINES, (NEAR, ahead) = -(-vectors * lanes // 16), prefetch_distance()
+    AHEAD = ahead // 2
 
     @jit
     def tile(args, item, mine, r, sums):
@@ -47,7 +49,7 @@ def make_tile(rows: int, vectors: int, lanes: int, block: int) -> Any:
         for n in range(0, BLOCK, V * L):
             w, even, odd = start + 2 * n, tile_zeros(SUMS, L), tile_zeros(SUMS, L)
             for k in range(0, inputs, 2):
-                prefetch(weight, w + 16 * BLOCK, BYTES)
+                prefetch_rows(weight, w + AHEAD, 32, LINES, NEAR)
                 even = tile_fma(even, mine, at + k, inputs, load_halves(weight, w, STEP, V, 0, L))
                 odd = tile_fma(odd, mine, at + k + 1, inputs, load_halves(weight, w, STEP, V, 1, L))
                 w += 2 * BLOCK

@@ -12,7 +12,7 @@ from minivllm_kernels.cpu.matmul import layout
 from minivllm_kernels.cpu.matmul.amx import make_pass, make_write_rows, tiles_begin, tiles_end, tiles_load
 from minivllm_kernels.cpu.matmul.dots import halves, round_bytes, tile_dots, tile_rescaled, tile_spread, unpack_pairs
 from minivllm_kernels.cpu.matmul.gemv import filled, jit, make_write_row, matmul_loop
-from minivllm_kernels.cpu.matmul.layout import ITEM, SPAN, TILE, TILE_ROWS
+from minivllm_kernels.cpu.matmul.layout import ITEM, SPAN, TILE, TILE_ROWS, prefetch_distance
 from minivllm_kernels.cpu.matmul.packed import find_outputs, tile_vectors
 from minivllm_kernels.cpu.simd import (
     claim,
@@ -23,7 +23,7 @@ from minivllm_kernels.cpu.simd import (
     load,
     maximum,
     move,
-    prefetch,
+    prefetch_rows,
     splat,
     tile_fma,
     tile_load,
@@ -128,7 +128,9 @@ def make_tile(rows: int, form: tuple[int, int, int, int, int], unit: int, lanes:
     """A function for `rows` rows and the outputs of an item. `form`: see `matmul`."""
     BITS, CODED, PARTS, SCALE_BITS, G = form
     V, L, WORDS = tile_vectors(rows, lanes, registers), lanes, form[0] * SPAN // 32
-    ROWS, SUMS, BYTES, read = rows, rows * V, 4 * V * lanes, make_steps(V, lanes, SCALE_BITS, unit)
+    ROWS, SUMS, read = rows, rows * V, make_steps(V, lanes, SCALE_BITS, unit)
+    LINES, (NEAR, ahead) = -(-V * lanes // 16), prefetch_distance()
+    AHEAD = ahead // 4
 
     @jit
     def tile(args, item, mine, r, sums):
@@ -143,7 +145,7 @@ def make_tile(rows: int, form: tuple[int, int, int, int, int], unit: int, lanes:
                 dots, first = tile_spread(numbers, at + TILE, 1, ROWS, V, L), r % TILE * stride + g * (G // 4)
                 for k in range(first, first + G // 4, SPAN // 4):
                     for line in range(WORDS):
-                        prefetch(words, w + (16 + line) * ITEM, BYTES)
+                        prefetch_rows(words, w + line * ITEM + AHEAD, 16, LINES, NEAR)
                     dots = tile_dots(dots, x, k, stride, words, w, V, BITS, codes, CODED, unit)
                     w += WORDS * ITEM
                 here = scale + (g >> shift) * PARTS * ITEM

@@ -1,4 +1,4 @@
-"""Keys and values of a byte each, through the whole engine."""
+"""Keys and values of a byte each, e4m3 or int8 with scales, through the whole engine."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tiny_models import hf_model, save_tiny_model, tiny_model_path  # noqa: F401
 
 from minivllm import LLM, SamplingParams
 from minivllm.attention.backend import FP8
-from minivllm.core.config import EngineArgs
+from minivllm.core.config import Decision, EngineArgs, KVCacheSpec, MachineFacts, ModelFacts, resolve
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import load_decoder, plan_engine
 from minivllm_kernels.cpu.compile import host_machine
@@ -29,8 +29,11 @@ def load(path, **kwargs):
     return LLM(path, **{"num_gpu_blocks": 200, "kv_cache_dtype": "fp8", **SMALL, **kwargs})
 
 
+BYTES = ["fp8", "int8_per_token_head"]
 HALVES = "+f16c" in host_machine()[2].split(",")
-NUMBA = pytest.param("numba_cpu", marks=pytest.mark.skipif(not HALVES, reason="its kernels read an fp8 cache by F16C"))
+FP8_BY_NUMBA = pytest.param(
+    "numba_cpu", "fp8", marks=pytest.mark.skipif(not HALVES, reason="its kernels read an fp8 cache by F16C")
+)
 
 
 def greedy_tokens(llm, prompts):
@@ -51,17 +54,56 @@ def test_a_quarter_of_the_bytes_of_float32(path):
         assert chosen["attention_backend"][0] == ("numba_cpu" if HALVES else "sdpa")
 
 
-@pytest.mark.parametrize("backend", ["reference", "sdpa", NUMBA])
-def test_crowded_swapped_and_from_the_prefix_cache_the_tokens_are_those_of_each_alone(path, backend):
-    prompts = workload(1)[0][:6]
-    with load(path, attention_backend=backend, enable_prefix_caching=False) as llm:
+def test_scales_count_and_lie_in_the_blocks(path):
+    with load(
+        path, kv_cache_dtype="int8_per_token_head", num_gpu_blocks=None, max_num_seqs=20, kv_cache_memory_bytes=1 << 18
+    ) as llm:
+        spec, caches = llm.config.kv_cache.groups[0].spec, llm.llm_engine.core.executor.runner.kv_caches
+        block = 2 * spec.block_size * spec.num_kv_heads * (spec.head_dim + 4)
+        assert spec.bytes_per_block == block == caches[0][:, 0].nbytes and {x.dtype for x in caches} == {torch.int8}
+        assert llm.config.cache.num_gpu_blocks == (1 << 18) // (block * len(caches))
+
+
+@pytest.mark.parametrize(
+    ("backend", "kv"),
+    [*(("reference", kv) for kv in BYTES), *(("sdpa", kv) for kv in BYTES), ("numba_cpu", BYTES[1]), FP8_BY_NUMBA],
+)
+def test_crowded_swapped_and_from_the_prefix_cache_the_tokens_are_those_of_each_alone(path, backend, kv):
+    prompts, how = workload(1)[0][:6], {"attention_backend": backend, "kv_cache_dtype": kv}
+    with load(path, **how, enable_prefix_caching=False) as llm:
         alone = [greedy_tokens(llm, [p])[0] for p in prompts]
     for pool in ({}, SWAPPING):
-        with load(path, attention_backend=backend, **pool) as llm:
+        with load(path, **how, **pool) as llm:
             assert greedy_tokens(llm, prompts) == alone
             assert greedy_tokens(llm, prompts) == alone
             metrics = llm.get_metrics()
             assert metrics["prefix_cache_hits"] > 0 and (metrics["num_preemptions"] > 0) == bool(pool)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "llama"])
+def test_windows_drafts_and_blocks_of_other_engines_change_no_token_of_int8(tiny_model_path, tmp_path, name):  # noqa: F811
+    path, prompts = str(tiny_model_path(name)), [[(k * k + 7 * k * i) % 251 for k in range(60 - i)] for i in range(4)]
+    how = {
+        "kv_cache_dtype": "int8_per_token_head",
+        "enable_prefix_caching": True,
+        "block_size": 8,
+        "num_gpu_blocks": 300,
+    }
+    with load(path, **how) as llm:
+        want = greedy_tokens(llm, prompts)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 1}
+    with load(path, **how, speculative_config=drafts) as llm:
+        assert greedy_tokens(llm, prompts) == want
+        assert llm.get_metrics()["spec_decode_num_draft_tokens"] > 0
+    disk = {
+        "kv_connector": "SharedStorageConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    for loaded in (False, True) if name == "llama" else ():  # connectors take no windows
+        with load(path, **how, kv_transfer_config=disk) as llm:
+            assert greedy_tokens(llm, prompts) == want
+            assert (llm.get_metrics()["external_prefix_cache_hits"] > 0) == loaded
 
 
 def mean_kl(exact, other, tokens) -> float:
@@ -77,21 +119,22 @@ def mean_kl(exact, other, tokens) -> float:
 def test_how_far_the_logits_move():
     """Random weights, whose logits are far apart, make more of an error than a trained model does: see below."""
     tokens = torch.randint(0, 256, (72,), generator=torch.Generator().manual_seed(0)).tolist()
-    exact, fp8 = make_decoder(hf_model("llama")), make_decoder(hf_model("llama"), kv_dtype=FP8)
-    kl = mean_kl(exact, fp8, tokens)
-    print(f"KL of an fp8 cache, random weights: {kl:.4f} nats a token")
-    assert 1e-4 < kl < 0.3
+    exact, *others = (make_decoder(hf_model("llama"), kv_dtype=dtype) for dtype in (None, FP8, torch.int8))
+    fp8, int8 = (mean_kl(exact, other, tokens) for other in others)
+    print(f"KL of an fp8 cache, random weights: {fp8:.4f} nats a token; of int8: {int8:.4f}")
+    assert 1e-4 < fp8 < 0.3 and 1e-6 < int8 < fp8 / 3
 
 
 @pytest.mark.slow
 def test_how_far_the_logits_of_a_trained_model_move():
     args = {"model": "smollm2", "dtype": "float32"}
-    plans = [plan_engine(EngineArgs(**args, kv_cache_dtype=dtype)) for dtype in ("auto", "fp8")]
+    plans = [plan_engine(EngineArgs(**args, kv_cache_dtype=dtype)) for dtype in ("auto", *BYTES)]
     text = (Path(__file__).parents[2] / "benchmarks" / "alice.txt").read_text()[:1200]
     tokens = get_tokenizer(plans[0].model.path).encode(text)
-    kl = mean_kl(*map(load_decoder, plans), tokens)
-    print(f"KL of an fp8 cache, SmolLM2: {kl:.5f} nats a token")
-    assert 1e-5 < kl < 0.02
+    exact, *others = map(load_decoder, plans)
+    fp8, int8 = (mean_kl(exact, other, tokens) for other in others)
+    print(f"KL of an fp8 cache, SmolLM2: {fp8:.5f} nats a token; of int8: {int8:.5f}")
+    assert 1e-5 < fp8 < 0.02 and 1e-6 < int8 < fp8 / 3
 
 
 @pytest.fixture
@@ -124,5 +167,23 @@ def test_scales_of_the_checkpoint(scaled):
 
 
 def test_other_names_are_refused(path):
-    with pytest.raises(ValueError, match="kv_cache_dtype must be one of 'auto', 'fp8', 'fp8_e4m3'; got 'fp8_e5m2'"):
-        EngineArgs(model=path, kv_cache_dtype="fp8_e5m2")
+    with pytest.raises(ValueError, match="must be one of 'auto', 'fp8', 'fp8_e4m3', 'int8_per_token_head'; got 'int8'"):
+        EngineArgs(model=path, kv_cache_dtype="int8")
+
+
+@pytest.mark.parametrize("kv", BYTES)
+def test_what_has_no_such_cache_says_so(tiny_model_path, kv):  # noqa: F811
+    with pytest.raises(ValueError, match="is not implemented for latent attention; use kv_cache_dtype='auto'"):
+        load(str(tiny_model_path("deepseek-v3")), kv_cache_dtype=kv)
+
+
+def test_explain_says_which_kernel_computes_prompts():
+    facts = ModelFacts(
+        "m", "m", 100, 1, 64, (KVCacheSpec("full", 16, 2, 64, None, 1, (("scale_bytes", 4),)),), 10**6, "bfloat16"
+    )
+    machine = MachineFacts("cuda", 10**10, 10**10, True, 2, "numba_cuda", "why")
+    args = EngineArgs(model="m", kv_cache_dtype="int8_per_token_head", num_gpu_blocks=40)
+    chosen = {
+        d.setting: (d.value, d.why) for d in resolve(args, facts, machine, Decision("dtype", "bfloat16", "")).decisions
+    }
+    assert chosen["kv_cache_dtype"][0] == "int8_per_token_head" and "by mma.sync" in chosen["kv_cache_dtype"][1]

@@ -1,11 +1,24 @@
-"""An fp8 cache: what is stored, and attention over it against float64 on what was stored."""
+"""A cache of fp8 and of int8: what is stored, and attention over it against float64 on what was stored."""
+
+import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from minivllm.attention import numba_cpu
-from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, KVScales, as_bytes, to_fp8
+from minivllm.attention.backend import (
+    FP8,
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    KVScales,
+    as_bytes,
+    int8_parts,
+    to_fp8,
+    to_int8,
+)
 from minivllm.attention.numba_cpu import NumbaCPUBackend, NumbaCPUInvariantBackend
 from minivllm.attention.reference import ReferenceBackend
 from minivllm.attention.sdpa import SDPABackend
@@ -30,16 +43,44 @@ def dense(q, k, v, spec) -> torch.Tensor:
     seen = torch.arange(len(k)) <= last
     if spec.sliding_window is not None:
         seen &= torch.arange(len(k)) > last - spec.sliding_window
+    if spec.chunk is not None:
+        seen &= torch.arange(len(k)) >= last // spec.chunk * spec.chunk
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
 def stored_rows(backend, cache, where) -> torch.Tensor:
     """float64 [2, tokens, kv_heads, head_dim]: keys and values at these slots."""
+    if cache.dtype == torch.int8:
+        return stored_in_int8(backend, cache)[:, where]
     if isinstance(backend, NumbaCPUBackend):  # [head_dim, block_size] of keys, [block_size, head_dim] of values
         keys, values = cache[0].transpose(0, 2).double()
         rows = keys.unflatten(-1, (16, 4)).permute(1, 3, 0, 2), values.unflatten(-1, (4, 16)).permute(1, 2, 0, 3)
         return torch.stack(rows).flatten(1, 2)[:, where]
     return cache.flatten(1, 2).double()[:, where]
+
+
+def stored_in_int8(backend, cache) -> torch.Tensor:
+    """float64 [2, slots, kv_heads, head_dim] of a cache with heads of 16 and blocks of 4."""
+    if not isinstance(backend, NumbaCPUBackend):
+        numbers, scales = int8_parts(cache)
+        return (numbers.double() * scales.transpose(-1, -2)[..., None].double()).flatten(1, 2)
+    codes, scales = (
+        cache[0, ..., :64].double(),
+        cache[0, ..., 64:].view(torch.float32).double(),
+    )  # [blocks, heads, 2, ...]
+    keys = codes[:, :, 0].unflatten(-1, (16, 4)).transpose(-1, -2) * scales[:, :, 0, :, None]
+    values = codes[:, :, 1].unflatten(-1, (4, 16)) * scales[:, :, 1, :, None]
+    return torch.stack((keys, values)).transpose(2, 3).flatten(1, 2)
+
+
+def test_int8_takes_the_nearest_of_255_numbers_for_each_head():
+    x = torch.randn(50, 3, 16) * 10.0 ** torch.randint(-6, 6, (50, 3, 1))
+    x[0, 0] = 0
+    numbers, scales = to_int8(x)
+    step = x.abs().amax(-1).double() / 127
+    assert (numbers.abs().amax(-1)[x.any(-1)] == 127).all() and not numbers[0, 0].any()
+    assert ((numbers * scales[..., None] - x).abs() <= 0.5001 * step[..., None]).all()
+    assert to_int8(torch.tensor([1.0, torch.nan]))[1].isnan() and to_int8(torch.zeros(4))[1].isfinite()
 
 
 def test_what_is_stored():
@@ -49,19 +90,27 @@ def test_what_is_stored():
     assert to_fp8(torch.tensor([torch.nan]), 1.0).isnan().all()
 
 
-@pytest.mark.parametrize("scales", [KVScales(), KVScales(0.03, 1.7)], ids=["plain", "scaled"])
 @pytest.mark.parametrize(
-    "changes", [{}, {"dtype": torch.bfloat16}, {"sliding_window": 6}], ids=["f32", "bf16", "window"]
+    ("kv_dtype", "scales"),
+    [(FP8, KVScales()), (FP8, KVScales(0.03, 1.7)), (torch.int8, KVScales())],
+    ids=["fp8", "scaled", "int8"],
+)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"dtype": torch.bfloat16}, {"sliding_window": 6}, {"chunk": 5}],
+    ids=["f32", "bf16", "window", "chunk"],
 )
 @pytest.mark.parametrize("backend", BACKENDS, ids=IDS)
-def test_attention_over_what_was_stored(backend: AttentionBackend, changes, scales):
+def test_attention_over_what_was_stored(backend: AttentionBackend, changes, kv_dtype, scales):
     """A ragged mixed batch in shuffled blocks; whatever no request owns is NaN."""
     torch.manual_seed(0)
-    spec, backend = make_spec(**changes), backend.scaled(scales)
+    spec, backend = make_spec(kv_dtype=kv_dtype, **changes), backend.scaled(scales)
     requests = [(1, 30), (5, 9), (1, 3), (1, 28), (7, 7)]
     table = np.random.default_rng(0).permutation(np.arange(1, 41)).reshape(5, 8).astype(np.int32)
-    cache = backend.new_kv_cache(41, spec, CPU).fill_(torch.nan)
-    assert cache.element_size() == 1 and cache.dtype == FP8
+    cache = backend.new_kv_cache(41, spec, CPU).fill_(
+        torch.nan if kv_dtype == FP8 else -1
+    )  # four such bytes are a NaN, too
+    assert cache.element_size() == 1 and cache.dtype == kv_dtype
     slots, wanted, qs = [], [], []
     for row, (new, length) in enumerate(requests):
         q = torch.randn(new, 6, 16).to(spec.dtype)
@@ -70,8 +119,11 @@ def test_attention_over_what_was_stored(backend: AttentionBackend, changes, scal
         where = table[row, positions // 4].astype(np.int64) * 4 + positions % 4
         backend.write(k, v, cache, torch.as_tensor(where))
         stored = stored_rows(backend, cache, where)
-        want = torch.stack([to_fp8(k, scales.k), to_fp8(v, scales.v)]).double()
-        assert torch.equal(stored, want)
+        if kv_dtype == FP8:
+            assert torch.equal(stored, torch.stack([to_fp8(k, scales.k), to_fp8(v, scales.v)]).double())
+        else:
+            exact = torch.stack((k, v)).double()
+            assert ((stored - exact).abs() <= 0.5001 / 127 * exact.abs().amax(-1, keepdim=True)).all()
         wanted.append(dense(q, stored[0] * scales.k, stored[1] * scales.v, spec))
         slots.append(where[length - new :])
         qs.append(q)
@@ -82,10 +134,12 @@ def test_attention_over_what_was_stored(backend: AttentionBackend, changes, scal
     assert (got - want).norm() / want.norm() < (1e-2 if spec.dtype == torch.bfloat16 else 1e-6)
 
 
+@pytest.mark.parametrize("kv_dtype", [FP8, torch.int8], ids=["fp8", "int8"])
 @pytest.mark.parametrize("backend", BACKENDS, ids=IDS)
-def test_blocks_move_as_bytes(backend):
-    source = torch.arange(2 * 5 * 4 * 2 * 16).to(torch.uint8).view(FP8).view(backend.kv_cache_shape(5, make_spec()))
-    target = torch.zeros(backend.kv_cache_shape(3, make_spec()), dtype=FP8)
+def test_blocks_move_as_bytes(backend, kv_dtype):
+    shapes = [backend.kv_cache_shape(n, make_spec(kv_dtype=kv_dtype)) for n in (5, 3)]
+    source = torch.arange(math.prod(shapes[0])).to(torch.uint8).view(kv_dtype).view(shapes[0])
+    target = torch.zeros(shapes[1], dtype=kv_dtype)
     backend.copy_blocks(source, target, [(4, 1), (1, 2)])
     assert torch.equal(as_bytes(target)[:, [1, 2]], as_bytes(source)[:, [4, 1]]) and not as_bytes(target)[:, 0].any()
 
@@ -116,8 +170,13 @@ def test_what_cannot_read_it_is_said(monkeypatch):
     backend, why = select_backend("auto", make_spec(), CPU)
     assert backend.name == "sdpa" and "numba_cpu cannot: its kernels read an fp8 cache by F16C" in why
     assert NumbaCPUBackend().unsupported(make_spec(kv_dtype=None), CPU) is None
-    with pytest.raises(ValueError, match="kv_dtype must be torch.float8_e4m3fn or None, got torch.float8_e5m2"):
+    with pytest.raises(
+        ValueError, match="kv_dtype must be torch.float8_e4m3fn, torch.int8 or None, got torch.float8_e5m2"
+    ):
         make_spec(kv_dtype=torch.float8_e5m2)
+    assert NumbaCPUBackend().unsupported(make_spec(kv_dtype=torch.int8), CPU) is None
+    with pytest.raises(ValueError, match="block_size x head_dim in whole float32, and 1 x 18 is not"):
+        SDPABackend().new_kv_cache(2, make_spec(kv_dtype=torch.int8, head_dim=18, block_size=1), CPU)
 
 
 def test_older_cards_are_told(monkeypatch):
@@ -130,6 +189,7 @@ def test_older_cards_are_told(monkeypatch):
     spec = make_spec(head_dim=64, block_size=16, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="'numba_cuda' cannot run this model on cuda:0: an fp8 KV cache needs"):
         select_backend("numba_cuda", spec, device)
+    assert select_backend("auto", replace(spec, kv_dtype=torch.int8), device)[0].name == "numba_cuda"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert select_backend("auto", spec, device)[0].name == "numba_cuda"
 
