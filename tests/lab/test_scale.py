@@ -89,10 +89,15 @@ def test_experts_that_are_read():
     sliced = Parallel("h100", m, tensor=4)
     assert whole.rank.model.layer_weights == sliced.rank.model.layer_weights
     assert whole.parts(work(2000))["linear"] == pytest.approx(sliced.parts(work(2000))["linear"], rel=1e-6)
-    fewer = Parallel("h100", m, tensor=4, by_expert=True, dispatch="all_to_all", link=Link(1e9, 0))
-    assert (
-        fewer.parts(work(2000))["joins"] < Parallel("h100", m, tensor=4, link=Link(1e9, 0)).parts(work(2000))["joins"]
-    )
+    # a token has k = 2 rows, which travel there and back from one rank, and all gather the sums: 2 k / ranks + 1 against 2
+    for ranks in (2, 4, 8):
+        ways = [
+            Parallel("h100", m, tensor=ranks, by_expert=True, dispatch=dispatch, link=Link(1e9, 0)).parts(work(2000))
+            for dispatch in ("all_to_all", "all_reduce")
+        ]
+        hidden, away = 2000 * m.hidden_size * m.dtype_bytes, (ranks - 1) / ranks
+        saved = m.num_layers * away * hidden * (2 - (2 * 2 / ranks + 1)) / 1e9
+        assert ways[1]["joins"] - ways[0]["joins"] == pytest.approx(saved, abs=1e-9)
 
 
 @pytest.mark.parametrize(
