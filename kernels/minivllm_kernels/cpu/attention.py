@@ -154,9 +154,8 @@ def make_scaling(s: CPUAttentionShape) -> Any:
     def multiply_by_scales(scores, at, scales, columns, part, begin, end):
         """Scores of the keys of an int8 cache, or weights of its values, times their scales. part: bytes from the keys to what is scaled."""
         for c in range(begin, end):
-            first = (
-                columns[c] + part + NUMBERS + 3 * (c % STEP * L)
-            )  # a token takes one byte of a row, four of the scales
+            # a token takes one byte of a row, and four of the scales
+            first = columns[c] + part + NUMBERS + 3 * (c % STEP * L)
             store(scores, at + c * L, load(scores, at + c * L, L) * load(scales, first // 4, L))
 
     return multiply_by_scales
@@ -268,12 +267,8 @@ def make_next_tile(s: CPUAttentionShape) -> tuple[Any, Any, Any]:
 def make_split(s: CPUAttentionShape, row_blocks: tuple[int, int]) -> Any:
     D, BS, L, STATE, T, SPLIT, STRIDE = s.head_dim, s.block_size, s.lanes, s.state, s.tile, s.split, s.score_stride
     PART, STEP, BLOCKS, BITS, G = s.part, BS // L, s.tile // BS, s.kv_bits, s.group
-    VECTORS, (ONE_TOKEN, MANY), SCALED, multiply_by_scales = (
-        s.tile // L + 8,
-        row_blocks,
-        BITS == planning.INT8,
-        make_scaling(s),
-    )
+    VECTORS, (ONE_TOKEN, MANY) = s.tile // L + 8, row_blocks
+    SCALED, multiply_by_scales = BITS == planning.INT8, make_scaling(s)
     QUERIES, RESULT, SCORES, COLUMNS = (s.offsets[name] for name in ("queries", "result", "scores", "columns"))
     online_softmax, (table_of, find_next_tile, prefetch_part) = make_online_softmax(s), make_next_tile(s)
     token_scores, token_values = make_scores(s, ONE_TOKEN), make_values(s, ONE_TOKEN)

@@ -492,9 +492,8 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     PREFETCH, FLOOR = D <= 128, ~(15 if shape.block_size % TILE == 0 else 7)
     PITCH, STRIDE, THREADS = D + 4, warps * TILE, warps * 32
     W8, SO, SWEIGHTS = warps * 8, warps * H * PITCH, H * MAX_PARTS
-    RESIDENT = (
-        (16 if format.words == 2 else 12) if PREFETCH else 8
-    )  # warps of a multiprocessor: its registers hold no more
+    # warps of a multiprocessor: its registers hold no more
+    RESIDENT = (16 if format.words == 2 else 12) if PREFETCH else 8
     find_blocks, load_k, load_v = fragment_loaders(shape)
     load_q_fragments, qk, pv = tile_matmuls(shape)
     store_warp = warp_store(shape, PITCH)

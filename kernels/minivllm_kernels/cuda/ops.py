@@ -525,11 +525,8 @@ def rope_and_cache(
     """
     dtype = half_name("qkv", qkv)
     check_cache(kv_cache, k_scale, v_scale)
-    narrow, (block_size, kv_heads), head_dim = (
-        kv_cache.dtype in (FP8, torch.int8),
-        kv_cache.shape[2:4],
-        _head_dim(kv_cache),
-    )
+    narrow, head_dim = kv_cache.dtype in (FP8, torch.int8), _head_dim(kv_cache)
+    block_size, kv_heads = kv_cache.shape[2:4]
     tokens, device, all_heads = qkv.shape[0], qkv.device, num_heads + 2 * kv_heads
     check("qkv", qkv, (tokens, all_heads * head_dim), qkv.dtype if narrow else kv_cache.dtype, kv_cache.device)
     check("table", table, (None, head_dim), torch.float32, device)

@@ -87,13 +87,8 @@ def tile_loaders(shape: AttentionShape, warps: int) -> tuple[Any, Any]:
     LOAD_ROWS = warps * 32 // COLUMNS
     Q_STEPS, KV_STEPS = warps * warp_rows(shape) // LOAD_ROWS, tile_keys(shape) // LOAD_ROWS
     format, half = cache_format(shape), half_ops(shape.dtype)
-    PIECE, read, query, SCALED, scale_place = (
-        format.words,
-        format.fetch,
-        format.query,
-        format.scaled,
-        scale_places(shape),
-    )
+    PIECE, read, query = format.words, format.fetch, format.query
+    SCALED, scale_place = format.scaled, scale_places(shape)
     pack, fetch_q = half.pack, cp_async16
 
     @device

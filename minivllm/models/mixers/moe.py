@@ -240,9 +240,8 @@ class MoE(Mixer):
         """The experts' outputs of rows that are sorted by expert. counts: int64, rows of each expert that is here; zeros of the others."""
         if self.spec.held is None:
             return self._by_expert_here(x, counts)
-        if (
-            self.stacked and self._grouped_linears()
-        ):  # leaves the other rows as they are: the number of rows stays on the device
+        # leaves the other rows as they are: the number of rows stays on the device
+        if self.stacked and self._grouped_linears():
             elsewhere = torch.arange(len(x), device=x.device) >= counts.sum()
             return self._by_expert_here(x, counts).masked_fill_(elsewhere[:, None], 0)
         here, out = int(counts.sum()), torch.zeros_like(x)

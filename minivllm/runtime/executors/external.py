@@ -100,9 +100,8 @@ class ExternalExecutor(ExecutorBase):
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         args = self.config.args
         result, samples = self.worker.execute_model(output, self._sampled)
-        if (
-            args.pipeline_parallel_size > 1 or args.speculative is not None
-        ):  # how many drafts pay, each rank measures for itself
+        # each rank measures for itself how many drafts pay: one decides for all
+        if args.pipeline_parallel_size > 1 or args.speculative is not None:
             box = [(result, samples)]
             dist.broadcast_object_list(box, src=args.world_size - args.tensor_parallel_size)
             result, samples = box[0]

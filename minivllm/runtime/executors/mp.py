@@ -371,9 +371,8 @@ class MultiprocExecutor(ExecutorBase):
     def __init__(self, plan: EnginePlan, workers: Calls | None = None) -> None:
         self._step_timeout = step_timeout()
         self._log: SampleLog | None = None
-        self._sampled: list[
-            tuple[int, dict[str, list[int]]]
-        ] = []  # by step, not yet told to the stages before the last
+        # by step, not yet told to the stages before the last
+        self._sampled: list[tuple[int, dict[str, list[int]]]] = []
         args, self._own = plan.config.args, workers is None
         self.workers = workers or start_workers(args.world_size, plan.config.device)
         if self.workers.size != args.world_size:
