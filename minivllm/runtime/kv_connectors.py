@@ -292,13 +292,14 @@ def _remove_left(root: Path, *patterns: str) -> None:
 
 
 def _runs(pid: int) -> bool:
+    """Whether there is such a process. One that has ended, and that its parent has not heard of (a zombie), does not run."""
     try:
         os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except ProcessLookupError:
         return False
-    except PermissionError:
-        pass
-    return True
+    except OSError:  # it is another user's, or there is no /proc
+        return True
 
 
 def _look(path: str) -> tuple[str, int, tuple[int, int]] | None:
@@ -314,12 +315,28 @@ def _look(path: str) -> tuple[str, int, tuple[int, int]] | None:
     return found[1], int(found[3]), (status.st_ino, status.st_mtime_ns)
 
 
+def _remove_gone(root: Path, *stores: Path) -> None:
+    """Remove these stores and those of processes that have ended, the files of blocks in them, and the folders that this leaves empty."""
+    files = list(root.glob("*/*-*.*"))
+    for store in stores:
+        with contextlib.suppress(OSError):
+            store.unlink()
+    _remove_left(root, "store-*", "*/*.tmp-*")
+    for file in files:
+        with contextlib.suppress(OSError):
+            if (place := _look(str(file))) is not None and not (root / place[0]).exists():
+                file.unlink()
+    for folder in {file.parent for file in files}:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
 class PeerMemoryWorker(ConnectorWorker):
     """Blocks in the memory of the rank that computed them; see `PeerMemoryConnector`.
 
     The file of a block names a store, which is memory of some rank, and a slot of it. A rank removes the file before it fills the slot
     anew, and the store's file before it gives the memory back; it writes the file of a new block when that is whole. So who finds both
-    files before and after copying has copied a whole block.
+    files before and after copying has copied a whole block. A store of a process that has ended counts as gone.
     """
 
     def __init__(
@@ -337,8 +354,9 @@ class PeerMemoryWorker(ConnectorWorker):
             )
         self.root, self.count = Path(extra["shared_storage_path"]), extra["num_blocks"]
         self.root.mkdir(parents=True, exist_ok=True)
-        _remove_left(self.root, "store-*", "*/*.tmp-*")
+        _remove_gone(self.root)
         self._name = f"store-{secrets.token_hex(4)}-{self.count}-{os.getpid()}"
+        weakref.finalize(self, _remove_gone, self.root, self.root / self._name)
         self._held: dict[int, str] = {}
         self._num_saved = 0
         self._copiers: dict[str, Callable[..., None] | None] = {}
@@ -384,24 +402,33 @@ class PeerMemoryWorker(ConnectorWorker):
     def load(self, loads: Loads, fetched: Any = None) -> set[int]:
         names = {block: f"{path}.{self.rank}" for (path, _), block in loads}
         found = {block: place for block, name in names.items() if (place := _look(name)) is not None}
-        for store in {store for store, _, _ in found.values()}:
+        stores, copied = {store for store, _, _ in found.values()}, dict[int, Any]()
+        for store in filter(self._is_there, stores):
             copy = (
                 self._copiers[store] if store in self._copiers else self._copiers.setdefault(store, self._open(store))
             )
-            pairs = [(slot, block) for block, (name, slot, _) in found.items() if name == store]
-            if copy is None or not (self.root / store).exists():  # the files of its blocks mean nothing now
-                for _, block in pairs:
+            places = {block: place for block, place in found.items() if place[0] == store}
+            if copy is None:  # the files of its blocks mean nothing now
+                for block in places:
                     with contextlib.suppress(OSError):
                         os.unlink(names[block])
             else:
-                copy(self, pairs=pairs)
+                copy(self, pairs=[(slot, block) for block, (_, slot, _) in places.items()])
+                copied |= places
         self._wait()
-        whole = {b for b, place in found.items() if (self.root / place[0]).exists() and _look(names[b]) == place}
+        gone = {store for store in stores | self._copiers.keys() if not self._is_there(store)}
+        whole = {b for b, place in copied.items() if place[0] not in gone and _look(names[b]) == place}
+        if gone:
+            self._copiers = {store: copy for store, copy in self._copiers.items() if store not in gone}
+            _remove_gone(self.root)
         return set(names) - whole
+
+    def _is_there(self, store: str) -> bool:
+        """Whether a store's file is there, and the process whose memory it is."""
+        return (self.root / store).exists() and _runs(int(store.rpartition("-")[2]))
 
     def _make_store(self) -> list[Tensor]:
         size, path = self.count * sum(cache[:, 0].nbytes for cache in self.kv_caches), self.root / self._name
-        weakref.finalize(self, path.unlink, missing_ok=True)
         if self.kv_caches[0].is_cuda:
             from minivllm_kernels.cuda.all_reduce import share_memory  # numba may not be installed
 
@@ -423,10 +450,12 @@ class PeerMemoryWorker(ConnectorWorker):
                     raise OSError(f"{store} has {path.stat().st_size} bytes, not {count * size}")
                 data = torch.from_file(str(path), shared=True, size=count * size, dtype=torch.uint8)
                 return functools.partial(PeerMemoryWorker._copy_here, slots=self._views(data, count))
-            from minivllm_kernels.cuda.all_reduce import open_memory
+            from minivllm_kernels.cuda.all_reduce import close_memory, open_memory
 
-            address = open_memory(path.read_bytes())
-            return functools.partial(PeerMemoryWorker._copy_there, address=address, count=count)
+            address = open_memory(shared := path.read_bytes())
+            copy = functools.partial(PeerMemoryWorker._copy_there, address=address, count=count)
+            weakref.finalize(copy, close_memory, address, shared).atexit = False
+            return copy
         except (OSError, RuntimeError) as error:
             logger.warning("KV blocks of another engine cannot be read: %s", error)
             return None

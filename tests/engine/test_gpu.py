@@ -15,7 +15,9 @@ from varied_prompts import varied_prompts
 
 from minivllm import LLM, LoRARequest, SamplingParams
 from minivllm.attention.select import make_backend
+from minivllm.core.config import EngineArgs
 from minivllm.core.module import Module, ModuleList
+from minivllm.engine.core_process import connect_engine
 from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
 from minivllm.models.loading import SINGLE
@@ -23,6 +25,7 @@ from minivllm.models.mixers.moe import MoE
 from minivllm.models.ops.select import make_layer_ops
 from minivllm.models.parallel import Share, TensorGroup
 from minivllm.runtime import executor
+from minivllm.runtime.kv_connectors import PeerMemoryWorker
 from minivllm_kernels.cuda import ops
 
 REASON = ops.device_unsupported(torch.device("cuda", 0))
@@ -168,6 +171,34 @@ def test_an_engine_reads_blocks_that_it_keeps_in_other_memory(folder, tmp_path):
         assert [tokens(llm, greedy(8)) for _ in range(2)] == [want, want]
     assert {"kv_load", "kv_save", "evict"} <= {event.kind for event in trace}
     assert llm.llm_engine.get_metrics()["num_kv_load_failures"] == 0
+
+
+def test_memory_of_an_engine_that_is_killed_while_it_is_read_is_given_back(folder, tmp_path, monkeypatch):
+    extra = {"shared_storage_path": str(tmp_path), "num_blocks": 20_000}
+    transfer = {"kv_connector": "PeerMemoryConnector", "kv_connector_extra_config": extra}
+    small = {"dtype": "bfloat16", "attention_backend": "numba_cuda", "num_gpu_blocks": 300, "max_model_len": 200}
+    path = str(folder("llama-64"))
+    want, copy, free = tokens(load(path, **small), greedy(8)), PeerMemoryWorker._copy_there, []
+    config = {**transfer, "kv_role": "kv_producer"}
+    first = connect_engine(EngineArgs(model=path, device="cuda", **small, kv_transfer_config=config))
+    for i, prompt in enumerate(PROMPTS):
+        first.add_request(str(i), {"prompt_token_ids": prompt}, greedy(8))
+    while first.has_unfinished_requests():
+        first.step()
+
+    def killed(self, address, count, pairs):
+        first.core.process.kill()
+        first.core.process.wait()
+        free.append((torch.cuda.mem_get_info()[0], count * sum(cache[:, 0].nbytes for cache in self.kv_caches)))
+        copy(self, address, count, pairs)
+
+    monkeypatch.setattr(PeerMemoryWorker, "_copy_there", killed)
+    second = load(path, **small, kv_transfer_config={**transfer, "kv_role": "kv_consumer"})
+    assert tokens(second, greedy(8)) == want
+    assert second.llm_engine.get_metrics()["num_kv_load_failures"] == len(free) == 1 and not list(tmp_path.iterdir())
+    (before, size), after = free[0], torch.cuda.mem_get_info()[0]
+    assert after - before > 0.9 * size > 1e8
+    first.close()
 
 
 @pytest.mark.parametrize("first", [0, 4])

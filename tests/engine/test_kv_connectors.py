@@ -3,10 +3,12 @@
 import copy
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tiny_models import hf_model, randomise, save_tiny_model, tiny_model_path
 
 from minivllm.core.config import EngineArgs, KVTransferConfig
 from minivllm.core.kv_connector import ARC, LRU, SharedStorageConnector
+from minivllm.engine.core_process import connect_engine
 from minivllm.engine.llm import LLM
 from minivllm.runtime import kv_connectors
 from minivllm.runtime.kv_connectors import ConnectorWorker, PeerMemoryWorker, SharedStorageWorker, register_kv_connector
@@ -238,8 +241,8 @@ def test_what_does_not_go_together_is_said(tiny_model_path):
         register_kv_connector("OffloadingConnector", None, None)
 
 
-def peer(path: str, folder, role: str, num_blocks: int = 60, **more) -> LLM:
-    extra = {"shared_storage_path": str(folder), "num_blocks": num_blocks}
+def peer(path: str, folder, role: str, num_blocks: int = 60, load_async: bool = False, **more) -> LLM:
+    extra = {"shared_storage_path": str(folder), "num_blocks": num_blocks, "load_async": load_async}
     return LLM(path, **{**SIZES, **more}, kv_transfer_config=transfer("PeerMemoryConnector", role, **extra))
 
 
@@ -253,12 +256,68 @@ def test_an_engine_reads_blocks_in_the_memory_of_another(tiny_model_path, want, 
     prompt_blocks = sum((event.num_prompt - 1) // 16 for event in trace if event.kind == "add")
     assert total(trace, "kv_load") == prompt_blocks > 0 and not total(trace, "kv_save")
     assert second.llm_engine.get_metrics()["num_kv_load_failures"] == 0
-    (store,) = tmp_path.glob("store-*")
+    assert len(list(tmp_path.glob("store-*"))) == 1 and len(list(tmp_path.glob("*/*.0"))) >= prompt_blocks
     check_at_rest(second)
+    (tmp_path / "another's").mkdir()
     first.llm_engine.close()
     del first
     gc.collect()
-    assert not store.exists()
+    assert os.listdir(tmp_path) == ["another's"]
+
+
+def mapped(pid: int, folder) -> set[str]:
+    """Files of a folder that a process has mapped."""
+    return set(re.findall(rf"{folder}/.+", Path(f"/proc/{pid}/maps").read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("load_async", "reaped"), [(False, False), (True, True)])
+def test_a_producer_killed_while_its_blocks_are_read(tiny_model_path, want, monkeypatch, load_async, reaped):
+    """It leaves a store and files of two folders, of which one has a name that the consumer does not know."""
+    path, copy, copies = str(tiny_model_path("llama")), PeerMemoryWorker._copy_here, 0
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        extra = {"shared_storage_path": folder, "num_blocks": 60}
+        config = transfer("PeerMemoryConnector", "kv_producer", **extra)
+        first = connect_engine(EngineArgs(model=path, **SIZES, kv_transfer_config=config))
+        for new_weights in (False, True):
+            if new_weights:
+                first.load_weights()
+            for i, prompt in enumerate(PROMPTS):
+                first.add_request(str(i), prompt, GREEDY)
+            while first.has_unfinished_requests():
+                first.step()
+        process = first.core.process
+        left = mapped(process.pid, "/dev/shm")
+        assert len(os.listdir(folder)) == 3 and len(mapped(process.pid, folder)) == 1
+
+        def killed(self, slots, pairs):
+            nonlocal copies
+            copies += 1
+            copy(self, slots, pairs[:1])
+            process.kill()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | (0 if reaped else os.WNOWAIT))
+            assert mapped(os.getpid(), folder)
+            copy(self, slots, pairs[1:])
+
+        monkeypatch.setattr(PeerMemoryWorker, "_copy_here", killed)
+        second = peer(path, folder, "kv_consumer", load_async=load_async)
+        with second.llm_engine.record() as trace:
+            assert tokens(second) == want["llama"]
+        trace.check()
+        metrics = second.llm_engine.get_metrics()
+        assert copies == 1 and metrics["num_kv_load_failures"] == (len(PROMPTS) if load_async else 1)
+        assert metrics["external_prefix_cache_hits"] == 16 * total(trace, "kv_load") > 0
+        lost = [event for event in trace if event.kind == "preempt"]
+        assert lost and {event.chosen_by for event in lost} == {"kv_load_failure"}
+        check_at_rest(second)
+        assert not os.listdir(folder) and not mapped(os.getpid(), folder)
+        left |= mapped(os.getpid(), "/dev/shm")
+        for engine in (first, second.llm_engine):
+            engine.close()
+        del second, engine
+        gc.collect()
+        assert not os.listdir(folder) and not any(map(os.path.exists, left))
 
 
 @pytest.mark.parametrize(
@@ -281,11 +340,11 @@ def test_blocks_that_are_gone_from_the_other_memory_are_computed(tiny_model_path
                 os.replace(shutil.copy(file, f"{file}.new"), file)
 
         monkeypatch.setattr(PeerMemoryWorker, "_copy_here", refilled)
-    elif fault != "few slots":
+    second = peer(path, tmp_path, "kv_consumer")
+    if fault in ("producer gone", "nonsense"):
         store = "store-0-60-1 " if fault == "producer gone" else "../store-0-60-1 "
         for file in files:
             file.write_text(store + "5")
-    second = peer(path, tmp_path, "kv_consumer")
     assert tokens(second) == want["llama"]
     metrics = second.llm_engine.get_metrics()
     if fault == "few slots":

@@ -31,7 +31,7 @@ def share_memory(address: int) -> bytes:
 
 
 def open_memory(shared: bytes) -> int:
-    """The address of what another process has shared. It stays open until this process ends.
+    """The address of what another process has shared. It stays open until `close_memory`, or until this process ends.
 
     Raises:
         CudaError: it is gone, or this GPU cannot read the other's memory.
@@ -40,6 +40,12 @@ def open_memory(shared: bytes) -> int:
     code = driver().cuda.cuIpcOpenMemHandle_v2(ctypes.byref(address), handle, ctypes.c_uint(1))  # with peer access
     driver().check(code, "opening the memory of another process's GPU")
     return int(address.value or 0) + int.from_bytes(shared[64:], "little")
+
+
+def close_memory(address: int, shared: bytes) -> None:
+    """Undo one `open_memory(shared)`, which returned the address. No kernel may be reading there. Raises CudaError."""
+    start = ctypes.c_uint64(address - int.from_bytes(shared[64:], "little"))
+    driver().check(driver().cuda.cuIpcCloseMemHandle(start), "closing the memory of another process's GPU")
 
 
 class PeerMemory:
