@@ -2,6 +2,7 @@
 
 # Generated from nbs/core/ray_cluster.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import json
 import logging
 import os
 import signal
@@ -9,9 +10,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 logger = logging.getLogger("minivllm.runtime")
@@ -35,6 +37,8 @@ def import_ray() -> Any:
         raise ImportError("this needs Ray, which is not installed: pip install 'minivllm[scale]'") from error
     return ray
 
+
+_VITAL = "MINIVLLM_RAY_PROCESSES"  # for processes of this machine that join
 
 _GUARD = """
 import glob, os, shutil, signal, sys, time
@@ -77,6 +81,9 @@ class _Connection:
     foreign = False  # made by someone else
     folder = ""
     guard: "subprocess.Popen[bytes] | None" = None
+    vital: ClassVar[dict[str, int]] = {}  # processes of a cluster of this machine without which there is none
+    death = ""  # which of them has ended
+    told: ClassVar[list[Callable[[str], None]]] = []
 
 
 def join_cluster() -> Any:
@@ -104,8 +111,49 @@ def leave_cluster() -> None:
     _Connection.users -= 1
     if _Connection.users or _Connection.foreign:
         return
+    _Connection.vital = {}
     import_ray().shutdown()
-    _end_guard()
+    _end_guard(b"" if _Connection.death else b"all is well")
+    _Connection.death, _Connection.told = "", []
+
+
+def on_cluster_death(callback: Callable[[str], None]) -> None:
+    """Have a function called, in some thread, with what has ended, should the cluster of this machine lose a process that it cannot do
+    without. Ray itself would say it after a minute, and end this process then."""
+    _Connection.told.append(callback)
+    if _Connection.death:
+        callback(_Connection.death)
+
+
+def cluster_death() -> str:
+    """What the cluster has lost, so that no call to it will be answered; empty while it lives."""
+    return _Connection.death
+
+
+def _watch(vital: dict[str, int]) -> None:
+    """Look at the processes of the cluster, and keep a guard, until there is another cluster, or none."""
+    while True:
+        ended = next((f"{name} (process {pid})" for name, pid in vital.items() if _has_ended(pid)), None)
+        unguarded = _Connection.guard is not None and _Connection.guard.poll() is not None
+        if _Connection.vital is not vital:  # the cluster was left, and what has ended should have
+            return
+        if ended is not None:
+            _Connection.death = f"Ray's {ended} has ended, and its cluster with it"
+            for callback in _Connection.told:
+                callback(_Connection.death)
+            return
+        if unguarded:
+            _Connection.guard = start_guard(_Connection.folder)
+        time.sleep(0.2)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process is no more, even if its parent has not asked how it ended. Without `/proc` (macOS) it is not known."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return os.path.exists("/proc/self/stat")
 
 
 def cluster_folder() -> str | None:
@@ -116,7 +164,7 @@ def cluster_folder() -> str | None:
 def cluster_environment() -> dict[str, str]:
     """What another process of this machine needs in its environment to join the cluster that this one has joined."""
     ray = import_ray()
-    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, _VITAL: json.dumps(_Connection.vital)}
 
 
 def is_local_cluster() -> bool:
@@ -127,6 +175,13 @@ def is_local_cluster() -> bool:
 def _is_here(address: str | None) -> bool:
     """Whether a cluster is one that keeps to this machine."""
     return address is None or urlsplit(f"//{address}").hostname in ("127.0.0.1", "localhost", "::1")
+
+
+def _find_vital(ray: Any, address: str | None) -> dict[str, int]:
+    if address is not None:
+        return dict(json.loads(os.environ.get(_VITAL, "{}")))
+    started = ray._private.worker._global_node.all_processes
+    return {name: started[name][0].process.pid for name in ("gcs_server", "raylet")}
 
 
 @contextmanager
@@ -154,6 +209,9 @@ def _connect(ray: Any, address: str | None) -> None:
     finally:
         if on_main:  # Ray has put its own there
             signal.signal(signal.SIGTERM, before)
+    if vital := _find_vital(ray, address):
+        _Connection.vital = vital
+        threading.Thread(target=_watch, args=(vital,), name="minivllm-ray-watch", daemon=True).start()
 
 
 def _start_or_join(ray: Any, address: str | None, ray_constants: Any) -> None:
@@ -192,6 +250,9 @@ def _without_slow_imports(folder: str) -> str:
 
 
 def _end_guard(message: bytes = b"all is well") -> None:
-    if _Connection.guard is not None:
-        _Connection.guard.communicate(message)
+    """Have the guard end what is left, or only remove the folder. If it was killed, another one does it."""
+    if (guard := _Connection.guard) is not None:
+        guard.communicate(message)
+        if guard.returncode:
+            start_guard(_Connection.folder).communicate(message)
     _Connection.guard, _Connection.folder = None, ""

@@ -18,7 +18,15 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from minivllm.core.plugins import load_plugins
-from minivllm.core.ray_cluster import cluster_folder, import_ray, is_local_cluster, join_cluster, leave_cluster
+from minivllm.core.ray_cluster import (
+    cluster_death,
+    cluster_folder,
+    import_ray,
+    is_local_cluster,
+    join_cluster,
+    leave_cluster,
+    on_cluster_death,
+)
 from minivllm.runtime.executor import EnginePlan
 from minivllm.runtime.executors.mp import Calls, MultiprocExecutor, WorkerError, worker_environment
 from minivllm.runtime.executors.worker import Launch, Worker, pack_answer
@@ -123,6 +131,7 @@ class RayWorkers(Calls):
         self._answers: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._thread = threading.Thread(target=self._listen, name="minivllm-ray", daemon=True)
         self._thread.start()
+        on_cluster_death(self._lose_cluster)
         try:
             ips = self._place(device)
             self._launch(device, ips)
@@ -130,6 +139,9 @@ class RayWorkers(Calls):
         except BaseException:
             self.close(0.0)
             raise
+
+    def _lose_cluster(self, death: str) -> None:
+        self._fail(WorkerError(death))
 
     def _place(self, device: str) -> list[str]:
         """Make an actor for each rank; the addresses of their machines."""
@@ -245,7 +257,7 @@ class RayWorkers(Calls):
         self._closing = True
         self._fail(RuntimeError("this engine was closed: its executor was shut down"))
         self._kill()
-        if self._group is not None:
+        if self._group is not None and not cluster_death():
             with contextlib.suppress(Exception):
                 self._ray.util.remove_placement_group(self._group)
         self._answers.put((0, None))

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -261,10 +262,17 @@ def die_with(sock: socket.socket, folder: str) -> None:
 
     def watch() -> None:
         poll.poll()
-        shutil.rmtree(folder, ignore_errors=True)
+        end = time.monotonic() + 5
+        while os.path.exists(folder) and time.monotonic() < end:  # another rank may have put a file there meanwhile
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="minivllm-watch", daemon=True).start()
+
+
+def await_end() -> None:
+    """Wait for what `die_with` has started to end this process: it removes the folder first."""
+    threading.Event().wait()
 
 
 def pack_answer(number: int, rank: int, value: Any, failed: bool = False) -> bytes:
@@ -281,7 +289,7 @@ def send_answer(frames: Frames, number: int, rank: int, value: Any, failed: bool
     try:
         frames.send_bytes(-1, pack_answer(number, rank, value, failed))
     except OSError:  # the engine is gone
-        os._exit(1)
+        await_end()
 
 
 def serve(worker: Worker, frames: Frames, ring: Ring) -> None:
@@ -327,7 +335,10 @@ def main(control: int, file: int, stacks: int, rank: int, size: int) -> int:
         send_answer(frames, 0, rank, error, failed=True)
         return 1
     send_answer(frames, 0, rank, None)
-    serve(worker, frames, ring)
+    try:
+        serve(worker, frames, ring)
+    except EOFError:  # the engine has ended
+        await_end()
     worker.close()
     return 0
 
