@@ -181,7 +181,7 @@ class ModelRunner:
         self.specs = group_attention_specs(kv, model.attention_specs(kv.block_size))
         self.kv_caches = new_kv_caches(backend, kv, self.specs, kv.num_blocks, self.device)
         self.swap_caches = new_swap_caches(backend, kv, self.specs, self.device)
-        self.connector = make_connector_worker(config.args.kv_transfer, backend, self.kv_caches, model.group)
+        self.connector = make_connector_worker(config.args, backend, self.kv_caches, model.group)
         model.eager = config.args.enforce_eager
         model.bind(kv)
         self.batch = InputBatch(limits.max_num_seqs, *table_sizes(kv, limits.max_model_len))
@@ -352,6 +352,7 @@ class ModelRunner:
         if not self.model.stage.is_last:
             self.batch.num_computed[step.rows] += step.counts
             self.batch.awaited |= {(n := step.request_ids[i]): (output.step, len(guesses.get(n, ()))) for i in chosen}
+            self._end_launch(pending, transfers)
             return pending
         if self._prompt_done:
             self._compute_prompt_logprobs(step, hidden, pending.output)
@@ -363,8 +364,7 @@ class ModelRunner:
             pending.verified = self._verify(step, chosen, sampled, drafts)
         elif len(chosen):
             self._sample(step, chosen, sampled, rows, pending)
-        if transfers is not None or clock is not None:
-            self._end_launch(pending, transfers)
+        self._end_launch(pending, transfers)
         self._latest = pending
         return pending
 
@@ -382,6 +382,11 @@ class ModelRunner:
         sends = {} if transfers is None else transfers.sends
         result.finished_sending, result.finished_recving = connector.end_transfers(sends, output.finished, idle)
         result.invalid_block_ids |= connector.get_block_ids_with_load_errors()
+
+    def shutdown_connector(self) -> None:
+        """See `ConnectorWorker.shutdown`."""
+        if self.connector is not None:
+            self.connector.shutdown()
 
     def learn(self, sampled: Sequence[tuple[int, Mapping[str, list[int]]]]) -> None:
         """Store what the last pipeline stage has sampled. For the stages before it.

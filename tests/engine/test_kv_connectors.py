@@ -235,7 +235,6 @@ def test_what_does_not_go_together_is_said(tiny_model_path):
     config = transfer("OffloadingConnector", num_cpu_blocks=4)
     for changes, message in (
         ({"enable_prefix_caching": False}, "it needs enable_prefix_caching"),
-        ({"pipeline_parallel_size": 2}, "not implemented with pipeline_parallel_size"),
         ({"speculative_config": {"method": "draft_model", "model": "x", "num_speculative_tokens": 2}}, "'draft_model'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -557,7 +556,9 @@ def test_an_idle_engine_does_not_spin_while_blocks_are_sent(monkeypatch):
 
 
 def test_the_recipe_over_tcp_forgets_what_its_worker_has_dropped(recipe):
-    config = KVTransferConfig(**transfer("TCPConnector", "kv_consumer", address="", num_blocks=3))  # it binds no socket
+    config = KVTransferConfig(
+        **transfer("TCPConnector", "kv_consumer", address="tcp://127.0.0.1:1", num_blocks=3)
+    )  # it binds no socket
     connector = recipe.TCPConnector(config, 4, 1, "model")
     worker = recipe.TCPWorker(config, None, [torch.arange(24.0).view(2, 3, 4)], None)
     for name in b"abcadaebcc":
