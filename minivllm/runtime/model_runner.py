@@ -310,10 +310,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> "PendingStep":
-        """Have the device execute one step, and do not wait for it.
-
-        With `future` the next may be launched before the result of this one is asked for.
-        """
+        """Have the device execute one step, and do not wait. With `future` the next may be launched before the result is asked for."""
         clock = None if self.drafter is None else StepClock(self.device)
         pending, transfers = PendingStep(self, output, clock), output.kv_connector_metadata
         self._update_rows(output, pending.output)
@@ -364,7 +361,8 @@ class ModelRunner:
             pending.verified = self._verify(step, chosen, sampled, drafts)
         elif len(chosen):
             self._sample(step, chosen, sampled, rows, pending)
-        self._end_launch(pending, transfers)
+        if transfers is not None or clock is not None:
+            self._end_launch(pending, transfers)
         self._latest = pending
         return pending
 
