@@ -64,7 +64,7 @@ class Request:
         "max_tokens", "min_tokens", "eos_token_id", "stop_token_ids", "ignore_eos", "sampling_params", "arrival_time",
         "priority", "user", "cache_salt", "lora_name", "extra_keys", "skip_reading_prefix_cache", "status",
         "finish_reason", "stop_reason", "num_preemptions", "block_hashes", "capacity", "sequence_number", "max_total_tokens",
-        "end_token_ids", "num_denied", "spec_token_ids", "mm_features",
+        "end_token_ids", "num_denied", "spec_token_ids", "mm_features", "route",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +110,7 @@ class Request:
         self.arrival_time = arrival_time
         self.priority = priority
         self.user = user
+        self.route: tuple[Any, ...] | None = None  # the event of a router, for the trace
         self.cache_salt = cache_salt
         self.lora_name = lora_name
         self.extra_keys, self.mm_features = extra_keys, mm_features

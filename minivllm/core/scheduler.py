@@ -223,6 +223,8 @@ class Scheduler(Recorder):
         self._arrivals += 1
         self.requests[request.request_id] = request
         if self.trace is not None:
+            if request.route is not None:
+                self.trace(request.route)
             self.trace(_add_event(request))
             if attributes := _attributes(request):
                 self.trace(("attributes", request.request_id, attributes))

@@ -408,6 +408,10 @@ class AsyncLLM:
         """See `LLMEngine.get_metrics`. Reads counters without waiting for the step under way."""
         return self.llm_engine.get_metrics()
 
+    def get_engine_metrics(self) -> list[dict[str, float]]:
+        """See `LLMEngine.get_engine_metrics`."""
+        return self.llm_engine.get_engine_metrics()
+
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """See `EngineCore.reset_prefix_cache`."""
         return await self.call(lambda engine: engine.reset_prefix_cache(reset_running_requests))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import EngineConfig
-from minivllm.core.events import Event
 from minivllm.core.kv_connector import make_connector
 from minivllm.core.kv_events import KVEventTap
 from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
@@ -561,14 +560,9 @@ class EngineCore:
         ended = [EngineCoreOutput(name, [], FinishReason.ERROR, error=self._torn) for name in request_ids]
         self._outputs += ended
 
-    def note(self, event: Event) -> None:
-        """Put an event of someone else, such as a router, into the recording, if there is one."""
-        if self.scheduler.trace is not None:
-            self.scheduler.trace(event)
-
     def _note_weights(self) -> None:
-        if self.weight_version:
-            self.note(("note", "weight_version", self.weight_version, "load_weights"))
+        if self.weight_version and self.scheduler.trace is not None:
+            self.scheduler.trace(("note", "weight_version", self.weight_version, "load_weights"))
 
     def shutdown(self) -> None:
         """Give the executor's memory back, send the last KV events, write the trace that `record_to` began."""

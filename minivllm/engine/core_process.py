@@ -17,7 +17,6 @@ from typing import Any, cast
 
 from minivllm.core.clock import WallClock
 from minivllm.core.config import EngineArgs, EngineConfig
-from minivllm.core.events import Event
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.plugins import load_plugins
 from minivllm.core.request import FinishReason, Request
@@ -106,8 +105,6 @@ class EngineCoreProc:
                 return [EngineCoreOutput(request.request_id, [], FinishReason.ERROR, error=str(error))]
         elif kind == "prefetch_lora":
             self.core.prefetch_lora(*what)
-        elif kind == "note":
-            self.core.note(tuple(what[0]))
         elif kind == "abort":
             self.core.abort(what[0])
         elif kind == "check":
@@ -267,10 +264,6 @@ class EngineCoreClient(RemoteCore):
             )
         self._send("add", request)
         self._born[request.request_id] = self._sent
-
-    def note(self, event: Event) -> None:
-        """See `EngineCore.note`."""
-        self._send("note", list(event))
 
     def abort(self, request_ids: Any) -> list[str]:
         """End requests in any state; unknown ids are passed over. Returns those that had not ended."""

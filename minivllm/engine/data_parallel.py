@@ -75,6 +75,7 @@ class DataParallelCore(RemoteCore):
         self.decisions: deque[Any] = deque(maxlen=10_000)
         self._records = False
         self._home: dict[str, tuple[Replica, int]] = {}
+        self._generated = [0] * len(self.cores)  # tokens
         self._poll = selectors.DefaultSelector()
         for core in self.cores:
             self._poll.register(core, selectors.EVENT_READ)
@@ -119,12 +120,22 @@ class DataParallelCore(RemoteCore):
         decision: Any = route(self.router, request, self.replicas, self.clock.now())
         replica, core = self.replicas[decision.replica], self.cores[decision.replica]
         if self._records:
-            core.note(decision)
+            request.route = tuple(decision)
         core.add_request(request)
         self.decisions.append(decision)
         self._home[request.request_id] = replica, request.num_prompt_tokens
         replica.num_requests += 1
         replica.num_tokens += request.num_prompt_tokens
+
+    def engine_of(self, request_id: str) -> int:
+        """The replica of a request that has not ended; 0 for another."""
+        return self._home[request_id][0].index if request_id in self._home else 0
+
+    def engine_stats(self) -> list[dict[str, float]]:
+        """`get_stats` and the generated tokens of each replica."""
+        return [
+            core.get_stats() | {"generation_tokens": n} for core, n in zip(self.cores, self._generated, strict=True)
+        ]
 
     def _forget(self, request_id: str) -> Replica | None:
         replica, tokens = self._home.pop(request_id, (None, 0))
@@ -162,7 +173,11 @@ class DataParallelCore(RemoteCore):
                 raise no_step(asleep[0])
             self._poll.select()
             ready = [core for core in self.cores if core.has_requests()]
-        outputs = [output for core in ready for output in core.step()]
+        outputs = []
+        for i in [i for i, core in enumerate(self.cores) if core in ready]:
+            found = self.cores[i].step()
+            self._generated[i] += sum(len(output.new_token_ids) for output in found)
+            outputs += found
         for output in outputs:
             if output.finish_reason is not None:
                 self._forget(output.request_id)

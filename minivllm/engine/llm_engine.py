@@ -4,6 +4,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,6 +75,7 @@ class LLMEngine:
         self.input_processor = InputProcessor(config, tokenizer, self.generation_config)
         self.output_processor = OutputProcessor(tokenizer)
         self.num_prompt_tokens = self.num_generation_tokens = 0
+        self._prompt_tokens = Counter[int]()  # by engine, of a core that is several
         self._told_about_seeds = self._closed = False
 
     @classmethod
@@ -231,6 +233,9 @@ class LLMEngine:
             self.abort_request([request_id])
             raise
         self.num_prompt_tokens += len(given.prompt_token_ids)
+        if (engine_of := getattr(self.core, "engine_of", None)) is not None:
+            engine = self.output_processor.requests[request_id].engine = engine_of(next(iter(children)))
+            self._prompt_tokens[engine] += len(given.prompt_token_ids)
 
     def _tell_about_seeds(self) -> None:
         """Say once that a seed alone does not fix the tokens, if the logits depend on what else is in the batch."""
@@ -273,6 +278,12 @@ class LLMEngine:
         """Counters since the start, and gauges of this moment; the names are those of vLLM's metrics."""
         tokens = {"prompt_tokens": self.num_prompt_tokens, "generation_tokens": self.num_generation_tokens}
         return self.core.get_stats() | tokens
+
+    def get_engine_metrics(self) -> list[dict[str, float]]:
+        """As `get_metrics`, of each engine of a data-parallel core; of another core, a list of one."""
+        if (engine_stats := getattr(self.core, "engine_stats", None)) is None:
+            return [self.get_metrics()]
+        return [one | {"prompt_tokens": self._prompt_tokens[i]} for i, one in enumerate(engine_stats())]
 
     @contextmanager
     def record(self, samples: bool = False, ranks: bool = False) -> Iterator[Trace]:

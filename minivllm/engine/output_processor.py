@@ -134,6 +134,7 @@ class RequestState:
     pooled: list[Any] | None = None
     finished: bool = False
     weight_version: int = 0
+    engine: int = 0
     ranks_children: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +146,7 @@ class RequestState:
         if self.pooled is not None:
             reasons = [FinishReason.STOP.value]
         generated = sum(len(child.token_ids) for child in self.children.values())
-        return FinishedRequest(reasons, len(self.prompt_token_ids), generated, self.metrics)
+        return FinishedRequest(reasons, len(self.prompt_token_ids), generated, self.metrics, self.engine)
 
     def output(self) -> RequestOutput | None:
         """What the caller gets now, or None if it waits for the end."""

@@ -62,12 +62,14 @@ class FinishedRequest:
     Attributes:
         finish_reasons: one for each answer that was begun, or "stop" for a vector.
         num_generation_tokens: of all answers.
+        engine: the number of the replica, with data parallelism.
     """
 
     finish_reasons: list[str]
     num_prompt_tokens: int
     num_generation_tokens: int
     metrics: RequestMetrics
+    engine: int = 0
 
 
 @dataclass(slots=True)

@@ -190,8 +190,9 @@ def operation_router(state: ServerState, metrics: Metrics) -> APIRouter:
     async def health() -> Response:
         """200 while the engine lives and its process is not stopped, else 503."""
         state.llm.check_health()
-        process = getattr(state.llm.llm_engine.core, "process", None)
-        if process is not None and _is_stopped(process.pid):
+        core = state.llm.llm_engine.core
+        processes = [getattr(one, "process", None) for one in getattr(core, "cores", [core])]
+        if any(process is not None and _is_stopped(process.pid) for process in processes):
             raise ApiError(503, "the engine's process is stopped (SIGSTOP)", code="engine_stopped")
         return Response()
 

@@ -2,7 +2,7 @@
 
 # Generated from nbs/serving/metrics.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -32,6 +32,7 @@ _COUNTERS = {
 }
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
+_LABELS = ("model_name", "engine")
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("From arrival to the first token.", _SECONDS),
     "e2e_request_latency_seconds": ("From arrival to the end.", _SECONDS),
@@ -42,24 +43,25 @@ _HISTOGRAMS = {
 
 
 class _EngineCollector:
-    """Reads the engine's own counters when they are asked for."""
+    """Reads the engines' own counters when they are asked for."""
 
-    def __init__(self, llm: Callable[[], AsyncLLM], labels: dict[str, str]) -> None:
-        self.llm, self.names, self.values = llm, list(labels), list(labels.values())
+    def __init__(self, llm: Callable[[], AsyncLLM], model_name: str) -> None:
+        self.llm, self.model_name = llm, model_name
 
     def collect(self) -> Iterator[Any]:
-        now = self.llm().get_metrics()
+        engines = self.llm().get_engine_metrics()
         for kind, names in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for name in filter(now.__contains__, names):
-                family = kind(f"{'minivllm' if name in _OURS else 'vllm'}:{name}", names[name], labels=self.names)
-                family.add_metric(self.values, now[name])
+            for name in filter(engines[0].__contains__, names):
+                family = kind(f"{'minivllm' if name in _OURS else 'vllm'}:{name}", names[name], labels=_LABELS)
+                for engine, now in enumerate(engines):
+                    family.add_metric([self.model_name, str(engine)], now[name])
                 yield family
-        places = {name.rpartition(":")[2]: n for name, n in now.items() if name.startswith(_ACCEPTED + "_per_pos:")}
-        if places:
-            text = "Draft tokens that were accepted, by place in the draft, from 0."
-            family = CounterMetricFamily(f"vllm:{_ACCEPTED}_per_pos", text, labels=[*self.names, "position"])
-            for place, value in places.items():
-                family.add_metric([*self.values, place], value)
+        text = "Draft tokens that were accepted, by place in the draft, from 0."
+        family = CounterMetricFamily(f"vllm:{_ACCEPTED}_per_pos", text, labels=[*_LABELS, "position"])
+        for engine, now in enumerate(engines):
+            for name in [name for name in now if name.startswith(_ACCEPTED + "_per_pos:")]:
+                family.add_metric([self.model_name, str(engine), name.rpartition(":")[2]], now[name])
+        if family.samples:
             yield family
 
 
@@ -68,17 +70,21 @@ class Metrics:
 
     def __init__(self, llm: Callable[[], AsyncLLM], model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self.labels = {"model_name": model_name, "engine": "0"}
-        self.registry.register(_EngineCollector(llm, self.labels))
-        names = [*self.labels, "finished_reason"]
+        self.model_name = model_name
+        self.registry.register(_EngineCollector(llm, model_name))
         self._success = Counter(
-            "vllm:request_success", "Requests that ended, by reason.", names, registry=self.registry
+            "vllm:request_success",
+            "Requests that ended, by reason.",
+            [*_LABELS, "finished_reason"],
+            registry=self.registry,
         )
-        self._histograms = {name: self._histogram(name, *about) for name, about in _HISTOGRAMS.items()}
-
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Any:
-        histogram = Histogram(f"vllm:{name}", text, list(self.labels), registry=self.registry, buckets=buckets)
-        return histogram.labels(**self.labels)
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        for engine in range(len(llm().get_engine_metrics())):  # they are there from the start
+            for histogram in self._histograms.values():
+                histogram.labels(model_name, str(engine))
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""
@@ -86,8 +92,9 @@ class Metrics:
 
     def observe(self, finished: FinishedRequest) -> None:
         """Count a request that has ended, whatever the reason."""
+        labels = self.model_name, str(finished.engine)
         for reason in finished.finish_reasons:
-            self._success.labels(**self.labels, finished_reason=reason).inc()
+            self._success.labels(*labels, reason).inc()
         times, generated = finished.metrics, finished.num_generation_tokens
         values: dict[str, float] = {
             "request_prompt_tokens": finished.num_prompt_tokens, "request_generation_tokens": generated
@@ -100,4 +107,4 @@ class Metrics:
                 decoding = times.last_token_time - times.first_token_time
                 values["request_time_per_output_token_seconds"] = decoding / (generated - 1)
         for name, value in values.items():
-            self._histograms[name].observe(value)
+            self._histograms[name].labels(*labels).observe(value)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,13 @@ from safetensors.torch import load_file
 from tiny_models import tiny_model_path
 
 from minivllm.core.clock import WallClock
-from minivllm.core.config import EngineArgs
+from minivllm.core.config import CacheConfig, EngineArgs, SchedulerConfig
 from minivllm.core.module import capture_problem
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.ray_cluster import cluster_folder
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.routing import LeastLoaded, RoundRobin
+from minivllm.core.scheduler import Scheduler
 from minivllm.core.trace import Trace
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.core import next_version
@@ -38,7 +40,7 @@ class FakeCore:
     config, generation_config, asleep = None, {}, {}
 
     def __init__(self, number: int) -> None:
-        self.number, self.clock, self.asked, self.ready, self.noted = number, WallClock(), [], [], []
+        self.number, self.clock, self.asked, self.ready = number, WallClock(), [], []
         self.ours, self.theirs = socket.socketpair()
 
     def fileno(self) -> int:
@@ -52,9 +54,6 @@ class FakeCore:
         if request.num_prompt_tokens > 50:
             raise ValueError("too long")
         self.asked.append(("add", request.request_id))
-
-    def note(self, event) -> None:
-        self.noted.append(event)
 
     def abort(self, ids: list[str]) -> list[str]:
         self.asked.append(("abort", *ids))
@@ -95,16 +94,34 @@ def test_requests_go_where_the_router_says_and_their_ends_are_counted(front):
         front.add_request(request(name))
     assert a.asked == [("add", "w"), ("add", "y")] and b.asked == [("add", "x"), ("add", "z")]
     assert [(r.num_requests, r.num_tokens) for r in front.replicas] == [(2, 6), (2, 6)]
-    assert not front.has_requests() and not a.noted and [event.replica for event in front.decisions] == [0, 1, 0, 1]
+    assert not front.has_requests() and [event.replica for event in front.decisions] == [0, 1, 0, 1]
     b.produce(token("x"), token("z", last=True))
     a.produce(token("w", last=True))
     assert front.has_requests() and {o.request_id for o in front.step()} == {"w", "x", "z"}
     assert [r.num_requests for r in front.replicas] == [1, 1]
+    assert [front.engine_of(name) for name in "xyz"] == [1, 0, 0]  # z has ended
+    assert [stats["generation_tokens"] for stats in front.engine_stats()] == [1, 2]
     assert front.abort(["x", "unknown", "w"]) == ["x"]
     assert [r.num_requests for r in front.replicas] == [1, 0] and b.asked[-1] == ("abort", "x")
     with pytest.raises(ValueError, match="too long"):
         front.add_request(request("long", 60))
     assert [r.num_requests for r in front.replicas] == [1, 0]
+
+
+def test_a_refused_request_leaves_no_route(front):
+    limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=16)
+    schedulers = [Scheduler(limits, CacheConfig(block_size=4, num_gpu_blocks=20)) for _ in front.cores]
+    for core, scheduler in zip(front.cores, schedulers, strict=True):
+        core.add_request = scheduler.add_request
+    front.add_request(request("before"))
+    front.record_to("run.jsonl")
+    traces = [scheduler.record() for scheduler in schedulers]
+    for name, length in (("a", 3), ("long", 40), ("before", 3), ("b", 3)):
+        with pytest.raises(ValueError) if name in ("long", "before") else nullcontext():
+            front.add_request(request(name, length))
+    events = [[(event.kind, event.request) for event in trace] for trace in traces]
+    assert events == [[("route", "b"), ("add", "b")], [("route", "a"), ("add", "a")]]
+    assert len(front.decisions) == 3
 
 
 def test_step_waits_for_whichever_replica_comes_first(front):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ import psutil
 import pytest
 import trustme
 from live_server import live_server
+from prometheus_client.parser import text_string_to_metric_families
 
+from minivllm.cli import main
 from minivllm.core.config import EngineArgs
 from minivllm.serving.app import ServerOptions
 from minivllm.serving.client import ServerError, request
@@ -295,3 +298,54 @@ def test_ten_thousand_requests(tiny_args: EngineArgs):
         assert httpx.get(server.url + "/load").json() == {"server_load": 0}
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
+
+
+@pytest.mark.slow
+def test_two_replicas_answer_as_one(tiny_args: EngineArgs):
+    """By the program itself: the answers of one engine, metrics by engine, a stopped one is noticed, and Ctrl-C ends them all."""
+    bodies = [{"prompt": f"{i} bottles", "max_tokens": 9 + i, "temperature": 0, "ignore_eos": True} for i in range(4)]
+    chats = [{"messages": [{"role": "user", "content": body["prompt"]}], "max_tokens": 5} for body in bodies[:2]]
+    asked = [(COMPLETE, body) for body in bodies] + [("/v1/chat/completions", {"temperature": 0, **c}) for c in chats]
+
+    def answers(url: str) -> list[Any]:
+        with ThreadPoolExecutor(len(asked)) as pool:
+            replies = list(pool.map(lambda ask: httpx.post(url + ask[0], json=ask[1], timeout=60).json(), asked))
+        return [(reply["choices"], reply["usage"]) for reply in replies]
+
+    with live_server(tiny_args, ServerOptions()) as one:
+        want = answers(one.url)
+    with program(tiny_args, "--data-parallel-size", "2", "--data-parallel-router", "round_robin") as server:
+        engines = [p for p in psutil.Process(server.process.pid).children() if "core_process" in " ".join(p.cmdline())]
+        assert len(engines) == 2 and answers(server.url) == want
+        found: dict[str, list[float]] = {}
+        for family in text_string_to_metric_families(httpx.get(server.url + "/metrics").text):
+            for sample in family.samples:
+                if "le" not in sample.labels:
+                    found.setdefault(sample.name, [0.0, 0.0])[int(sample.labels["engine"])] += sample.value
+        assert found["vllm:request_success_total"] == found["vllm:e2e_request_latency_seconds_count"] == [3, 3]
+        usage = [usage for _, usage in want]
+        for name, field in (("prompt", "prompt_tokens"), ("generation", "completion_tokens")):
+            both, sums = found[f"vllm:{name}_tokens_total"], found[f"vllm:request_{name}_tokens_sum"]
+            assert both == sums and min(both) > 0 and sum(both) == sum(one[field] for one in usage)
+        assert found["vllm:num_requests_running"] == [0, 0]
+        engines[1].suspend()
+        until(lambda: httpx.get(server.url + "/health").status_code == 503)
+        engines[1].resume()
+        until(lambda: httpx.get(server.url + "/health").status_code == 200)
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        for process in (*engines, server.process):  # as from a terminal
+            process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) in (0, -signal.SIGINT, 130)
+        _, alive = psutil.wait_procs(children, 10)
+        assert not alive
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "x"])
+def test_a_wrong_number_of_replicas_is_refused(size: str, tiny_args: EngineArgs, capsys):
+    try:
+        status = main(["serve", tiny_args.model, "--port", "0", "--data-parallel-size", size])
+    except SystemExit as error:
+        status = error.code
+    said = capsys.readouterr().err
+    assert status == 2 and "Traceback" not in said
+    assert ("invalid int value: 'x'" if size == "x" else f"data_parallel_size must be at least 1, got {size}") in said
