@@ -784,13 +784,8 @@ class EngineArgs(_ModelArgs):
                 f"speculative_config: method {drafts!r} is implemented for one rank; with several, ngram and suffix are"
             )
         if self.kv_transfer is not None:
-            if drafts not in (None, "ngram", "suffix", "synthetic") or self.pipeline_parallel_size > 1:
-                what = (
-                    "pipeline_parallel_size"
-                    if self.pipeline_parallel_size > 1
-                    else f"speculative_config of method {drafts!r}"
-                )
-                raise ValueError(f"kv_transfer_config is not implemented with {what}")
+            if drafts not in (None, "ngram", "suffix", "synthetic"):
+                raise ValueError(f"kv_transfer_config is not implemented with speculative_config of method {drafts!r}")
             if self.executor == "external_launcher" and self.kv_transfer.kv_connector != "OffloadingConnector":
                 raise ValueError(
                     "with distributed_executor_backend='external_launcher' all processes must find the same blocks;"

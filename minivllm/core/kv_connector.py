@@ -389,6 +389,7 @@ def namespace_of(config: EngineConfig) -> str:
         args.kv_cache_dtype,
         config.attention_backend,
         args.tensor_parallel_size,
+        args.pipeline_parallel_size,
         args.enable_expert_parallel,
     )
     groups = [(repr(group.spec), group.layers) for group in config.kv_cache.groups]

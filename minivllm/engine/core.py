@@ -580,6 +580,11 @@ class EngineCore:
             self._publisher = None
         if self.grammar is not None:
             self.grammar.shutdown()
+        if self.scheduler.connector is not None:
+            try:
+                self._call_ranks("shutdown_connector", timeout=10.0)
+            except Exception as error:  # noqa: BLE001 - a rank has failed or ended
+                logger.warning("KV connectors may have left something behind: %r", error)
         self.executor.shutdown()
 
 

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from minivllm.attention.backend import AttentionBackend, as_bytes
 from minivllm.attention.numba_cuda import cuda_ops
-from minivllm.core.config import KVTransferConfig
+from minivllm.core.config import EngineArgs, KVTransferConfig
 from minivllm.core.kv_connector import CONNECTORS, KVConnector, Loads, PeerMemoryConnector, take_extra
 from minivllm.core.output import KVConnectorMetadata
-from minivllm.models.parallel import TensorGroup
+from minivllm.models.parallel import Share, TensorGroup
 
 logger = logging.getLogger("minivllm.runtime")
 
@@ -38,7 +39,7 @@ class ConnectorWorker(ABC):
         config: what the user asked for.
         backend: that the caches were made with.
         kv_caches: of this rank, one for each place in a group.
-        group: the ranks that hold the layers together, or None.
+        group: all ranks, those of other pipeline stages included; None for one.
 
     Attributes:
         sends: requests that have ended and whose blocks stay until `get_finished` tells that they are copied (see
@@ -72,6 +73,9 @@ class ConnectorWorker(ABC):
     @abstractmethod
     def save(self, saves: Sequence[tuple[int, tuple[Any, ...]]]) -> None:
         """Keep blocks. One that cannot be kept is no error: it will be computed again."""
+
+    def shutdown(self) -> None:
+        """Remove what would be left behind, such as files and sockets. No step follows. Twice is no error."""
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> set[int]:
         """Before the layers run. Returns the blocks that could not be filled, on whatever rank. Begins what is fetched beside the steps."""
@@ -356,11 +360,14 @@ class PeerMemoryWorker(ConnectorWorker):
         self.root.mkdir(parents=True, exist_ok=True)
         _remove_gone(self.root)
         self._name = f"store-{secrets.token_hex(4)}-{self.count}-{os.getpid()}"
-        weakref.finalize(self, _remove_gone, self.root, self.root / self._name)
+        self._end = weakref.finalize(self, _remove_gone, self.root, self.root / self._name)
         self._held: dict[int, str] = {}
         self._num_saved = 0
         self._copiers: dict[str, Callable[..., None] | None] = {}
         self._own = self._make_store() if config.is_producer else []
+
+    def shutdown(self) -> None:
+        self._end()
 
     def _wait(self) -> None:
         if self.kv_caches[0].is_cuda:
@@ -491,11 +498,16 @@ def register_kv_connector(name: str, scheduler_side: type[KVConnector], worker_s
 
 
 def make_connector_worker(
-    config: KVTransferConfig | None, backend: AttentionBackend, kv_caches: Sequence[Tensor], group: TensorGroup | None
+    args: EngineArgs, backend: AttentionBackend, kv_caches: Sequence[Tensor], group: TensorGroup | None
 ) -> ConnectorWorker | None:
-    """The worker side of what `kv_transfer_config` asks for; None without. Raises ValueError if there is no such connector."""
-    if config is None:
+    """The worker side of what `kv_transfer_config` asks for; None without. Raises ValueError if there is no such connector.
+
+    group: the ranks of this one's pipeline stage, or None.
+    """
+    if (config := args.kv_transfer) is None:
         return None
+    if args.pipeline_parallel_size > 1:
+        group = TensorGroup(Share(dist.get_rank(), args.world_size))
     if config.kv_connector not in _WORKERS:
         raise ValueError(f"kv_connector must be one of {', '.join(_WORKERS)}; got {config.kv_connector!r}")
     return _WORKERS[config.kv_connector](config, backend, kv_caches, group)

@@ -181,7 +181,7 @@ class ModelRunner:
         self.specs = group_attention_specs(kv, model.attention_specs(kv.block_size))
         self.kv_caches = new_kv_caches(backend, kv, self.specs, kv.num_blocks, self.device)
         self.swap_caches = new_swap_caches(backend, kv, self.specs, self.device)
-        self.connector = make_connector_worker(config.args.kv_transfer, backend, self.kv_caches, model.group)
+        self.connector = make_connector_worker(config.args, backend, self.kv_caches, model.group)
         model.eager = config.args.enforce_eager
         model.bind(kv)
         self.batch = InputBatch(limits.max_num_seqs, *table_sizes(kv, limits.max_model_len))
@@ -310,10 +310,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> "PendingStep":
-        """Have the device execute one step, and do not wait for it.
-
-        With `future` the next may be launched before the result of this one is asked for.
-        """
+        """Have the device execute one step, and do not wait. With `future` the next may be launched before the result is asked for."""
         clock = None if self.drafter is None else StepClock(self.device)
         pending, transfers = PendingStep(self, output, clock), output.kv_connector_metadata
         self._update_rows(output, pending.output)
@@ -352,6 +349,7 @@ class ModelRunner:
         if not self.model.stage.is_last:
             self.batch.num_computed[step.rows] += step.counts
             self.batch.awaited |= {(n := step.request_ids[i]): (output.step, len(guesses.get(n, ()))) for i in chosen}
+            self._end_launch(pending, transfers)
             return pending
         if self._prompt_done:
             self._compute_prompt_logprobs(step, hidden, pending.output)
@@ -382,6 +380,11 @@ class ModelRunner:
         sends = {} if transfers is None else transfers.sends
         result.finished_sending, result.finished_recving = connector.end_transfers(sends, output.finished, idle)
         result.invalid_block_ids |= connector.get_block_ids_with_load_errors()
+
+    def shutdown_connector(self) -> None:
+        """See `ConnectorWorker.shutdown`."""
+        if self.connector is not None:
+            self.connector.shutdown()
 
     def learn(self, sampled: Sequence[tuple[int, Mapping[str, list[int]]]]) -> None:
         """Store what the last pipeline stage has sampled. For the stages before it.

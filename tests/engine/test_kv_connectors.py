@@ -6,15 +6,20 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
+from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 from chapter import chapter_cells
+from ranks import LOOPBACK, listening
 from tiny_models import hf_model, randomise, save_tiny_model, tiny_model_path
 
 from minivllm.core.config import EngineArgs, KVTransferConfig
@@ -230,7 +235,6 @@ def test_what_does_not_go_together_is_said(tiny_model_path):
     config = transfer("OffloadingConnector", num_cpu_blocks=4)
     for changes, message in (
         ({"enable_prefix_caching": False}, "it needs enable_prefix_caching"),
-        ({"pipeline_parallel_size": 2}, "not implemented with pipeline_parallel_size"),
         ({"speculative_config": {"method": "draft_model", "model": "x", "num_speculative_tokens": 2}}, "'draft_model'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -551,11 +555,10 @@ def test_an_idle_engine_does_not_spin_while_blocks_are_sent(monkeypatch):
     assert waits == [0.01]
 
 
-def test_the_recipe_over_tcp_forgets_what_its_worker_has_dropped(monkeypatch):
-    monkeypatch.setattr(kv_connectors, "CONNECTORS", {})
-    monkeypatch.setattr(kv_connectors, "_WORKERS", {})
-    recipe = chapter_cells("recipes/kv_over_tcp", "tcp-connector", "tcp-worker")
-    config = KVTransferConfig(**transfer("TCPConnector", "kv_consumer", address="", num_blocks=3))  # it binds no socket
+def test_the_recipe_over_tcp_forgets_what_its_worker_has_dropped(recipe):
+    config = KVTransferConfig(
+        **transfer("TCPConnector", "kv_consumer", address="tcp://127.0.0.1:1", num_blocks=3)
+    )  # it binds no socket
     connector = recipe.TCPConnector(config, 4, 1, "model")
     worker = recipe.TCPWorker(config, None, [torch.arange(24.0).view(2, 3, 4)], None)
     for name in b"abcadaebcc":
@@ -565,6 +568,86 @@ def test_the_recipe_over_tcp_forgets_what_its_worker_has_dropped(monkeypatch):
         assert kept == list(worker.kept)
     connector.clear()
     assert connector.place_to_save((0, b"c"))[0].encode() not in worker.kept
+
+
+def recipe_over_tcp():
+    return chapter_cells("recipes/kv_over_tcp", "tcp-connector", "tcp-worker")
+
+
+@pytest.fixture
+def recipe():
+    with patch.dict(kv_connectors.CONNECTORS), patch.dict(kv_connectors._WORKERS):
+        yield recipe_over_tcp()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_recipe_over_tcp_listens_where_it_is_told_and_until_its_end(recipe):
+    extra = {"address": f"tcp://127.0.0.1:{free_port()}", "num_blocks": 3}
+    config = KVTransferConfig(**transfer("TCPConnector", "kv_producer", **extra))
+    caches = [torch.arange(24.0).view(2, 3, 4)]
+    before, worker = listening([os.getpid()]), recipe.TCPWorker(config, None, caches, None)
+    worker.save([(1, ("a", (0, b"")))])
+    assert listening([os.getpid()]) - before == {"0100007F"} < LOOPBACK
+    assert worker.load(((("b", (0, b"")), 2), (("a", (0, b"")), 0))) == {2}
+    assert torch.equal(caches[0][:, 0], caches[0][:, 1]) and not torch.equal(caches[0][:, 0], caches[0][:, 2])
+    del worker
+    gc.collect()
+    assert listening([os.getpid()]) == before
+
+
+HOLDS = """
+import sys, time
+from test_kv_connectors import GREEDY, LLM, PROMPTS, SIZES, recipe_over_tcp, transfer
+def hold(requests, kept):
+    requests.recv_multipart()
+    print("asked", flush=True)
+    time.sleep(60)
+recipe_over_tcp().TCPWorker.__init__.__globals__["answer"] = hold
+config = transfer("TCPConnector", "kv_producer", address=sys.argv[2])
+llm = LLM(sys.argv[1], **SIZES, kv_transfer_config=config)
+llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_producer_that_is_killed_before_it_answers_costs_a_timeout(tiny_model_path, want, recipe):
+    path, port, tests = str(tiny_model_path("llama")), free_port(), Path(__file__).parent
+    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(map(str, (tests, tests.parent))))
+    command = [sys.executable, "-c", HOLDS, path, f"tcp://127.0.0.1:{port}"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "ready\n"
+        asked = []
+        killer = threading.Thread(target=lambda: asked.append(first.stdout.readline()) or first.kill())
+        killer.start()
+        extra = {"address": f"tcp://127.0.0.1:{port}", "load_async": True}
+        try:
+            second = LLM(path, **SIZES, kv_transfer_config=transfer("TCPConnector", "kv_consumer", **extra))
+            with second.llm_engine.record() as trace:
+                assert tokens(second, PROMPTS[:2]) == want["llama"][:2]
+        finally:
+            first.kill()
+            killer.join()
+    assert asked == ["asked\n"] and first.returncode == -signal.SIGKILL
+    trace.check()
+    assert second.llm_engine.get_metrics()["num_kv_load_failures"] == 2
+    lost = [event for event in trace if event.kind == "preempt"]
+    assert [event.chosen_by for event in lost] == ["kv_load_failure"] * 2
+    check_at_rest(second)
+    deadline = time.monotonic() + 10
+    while any(at.raddr and at.raddr.port == port for at in psutil.Process().net_connections("tcp")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))
 
 
 def test_requests_that_sleep_ends_are_not_sent(tiny_model_path, want, tmp_path, monkeypatch):

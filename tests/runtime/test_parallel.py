@@ -312,18 +312,19 @@ def test_a_recording_tells_what_each_rank_did(pair, tiny_model_path, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_ranks_fetch_blocks_and_agree_on_what_cannot_be(pair, tiny_model_path, tmp_path):
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_fetch_blocks_and_agree_on_what_cannot_be(pair, tiny_model_path, tmp_path, way):
     """One rank's half of a block is damaged: neither uses it."""
     path, extra = tiny_model_path("llama-tied-biased"), {"shared_storage_path": str(tmp_path)}
     config = {"kv_connector": "SharedStorageConnector", "kv_connector_extra_config": extra}
-    llm = sharded(pair, path, kv_transfer_config=config)
+    llm = sharded(pair, path, **WAYS[way], kv_transfer_config=config)
     want = tokens(llm)
     llm.llm_engine.close()
     halves = sorted(tmp_path.glob("*/*.1"))
     assert len(halves) == len(list(tmp_path.glob("*/*.0"))) > 0
     for failures, load_async in ((0, False), (1, False), (1, True)):
         config["kv_connector_extra_config"] = {**extra, "load_async": load_async}
-        llm = sharded(pair, path, kv_transfer_config=config)
+        llm = sharded(pair, path, **WAYS[way], kv_transfer_config=config)
         assert tokens(llm) == want
         metrics = llm.llm_engine.get_metrics()
         assert (metrics["num_kv_load_failures"] > 0) == bool(failures) and metrics["external_prefix_cache_hits"] > 0
