@@ -24,7 +24,7 @@ from minivllm.models.linear.quantized import PackedWeight
 from minivllm_kernels.cpu import attention as cpu_attention
 from minivllm_kernels.cpu.compile import LIBC, machine_for, only, to_llvm
 from minivllm_kernels.cpu.features import LEVELS, VARIABLE
-from minivllm_kernels.cpu.matmul import gemv, packed, quantized
+from minivllm_kernels.cpu.matmul import bf16_dots, gemv, packed, quantized
 from minivllm_kernels.cpu.matmul.layout import FOURS, PAIRS, PLAIN
 
 HERE = {*llvm.get_host_cpu_features().flatten().split(",")}
@@ -169,6 +169,15 @@ def test_dot_products_of_bytes_are_the_instructions_of_a_machine(target):
     assert len(re.findall(instruction, text)) >= 50
     calls = {name.removesuffix("@PLT") for name in re.findall(r"^\s+(?:callq|bl)\s+([\w.$@]+)", text, re.MULTILINE)}
     assert not {name for name in calls if name.startswith("__")}, "calls of functions that no library would provide"
+
+
+def test_sums_of_bf16_dot_products_stay_in_registers():
+    text = assembly_of(bf16_dots.matmul(16), TARGETS["avx2"][0], "cooperlake", "")
+    blocks = re.split(r"^\.LBB\w+:", text, flags=re.MULTILINE)
+    assert any(len(re.findall(r"vdpbf16ps\t%zmm", block)) == 16 for block in blocks), (
+        "eight rows, two registers of outputs"
+    )
+    assert not re.findall(r"zmm\d+, -?\d*\(%rsp", text), "a register is written to the stack"
 
 
 GENERATE = """

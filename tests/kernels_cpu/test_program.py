@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from minivllm_kernels.cpu import program as cpu_program
 from minivllm_kernels.cpu.compile import compile_kernel, machine_for, only, pack, to_llvm
-from minivllm_kernels.cpu.matmul.layout import PackedMatmul, host_tiles, tile_configs
+from minivllm_kernels.cpu.matmul.layout import PackedMatmul, host_dots, host_tiles, tile_configs
 from minivllm_kernels.cpu.program import Program
 from minivllm_kernels.cpu.simd import claim, floats_at
 
@@ -128,18 +128,20 @@ def packed(weight, block):
 
 
 ON_TILES = pytest.mark.skipif(not host_tiles(), reason="this CPU has no AMX")
+ON_DOTS = pytest.mark.skipif(not host_dots(), reason="this CPU has no dot products of bf16")
+UNITS = [pytest.param("tiles", marks=ON_TILES), pytest.param("dots", marks=ON_DOTS)]
 
 
-@ON_TILES
+@pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize(("outputs", "inputs", "block"), [(96, 64, 32), (70, 160, 64), (200, 32, 128)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_matmul_by_tiles_is_right_and_a_row_the_same_in_any_batch(outputs, inputs, block, biased):
+def test_a_matmul_by_a_unit_for_bf16_is_right_and_a_row_the_same_in_any_batch(unit, outputs, inputs, block, biased):
     torch.manual_seed(outputs)
     weight, x = (torch.randn(s).bfloat16() for s in ((outputs, inputs), (70, inputs)))
     bias = torch.randn(outputs) if biased else None
     memory = packed(weight, block)
     where = 0 if bias is None else bias.data_ptr()
-    product = PackedMatmul(memory.data_ptr(), outputs, inputs, inputs, block, where, tiles=True)
+    product = PackedMatmul(memory.data_ptr(), outputs, inputs, inputs, block, where, **{unit: True})
 
     def times(x, threads=2):
         # what lies around the rows must be neither read into the result nor written over
@@ -152,7 +154,7 @@ def test_a_matmul_by_tiles_is_right_and_a_row_the_same_in_any_batch(outputs, inp
 
     want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     torch.testing.assert_close(times(x).double(), want, rtol=0.01, atol=0.02)
-    for rows in (1, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65):
+    for rows in (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65):
         assert torch.equal(times(x[:rows], threads=rows % 3 + 1), times(x)[:rows])
 
 
@@ -161,15 +163,17 @@ def test_inputs_that_do_not_fill_tiles_are_refused():
         PackedMatmul(0, 32, 48, 48, 32, tiles=True)
 
 
-@pytest.mark.parametrize("tiles", [False, pytest.param(True, marks=ON_TILES)])
+@pytest.mark.parametrize("unit", [None, *UNITS])
 @pytest.mark.parametrize("biased", [False, True])
-def test_wide_results_are_rounded_as_narrow_ones(tiles, biased):
+def test_wide_results_are_rounded_as_narrow_ones(unit, biased):
     torch.manual_seed(0)
     weight, x, bias = torch.randn(70, 64).bfloat16(), torch.randn(67, 64).bfloat16(), torch.randn(70)
     memory, results = packed(weight, 32), []
     for dtype, bits in ((torch.bfloat16, 16), (torch.float32, 32)):
         where = bias.data_ptr() if biased else 0
-        product = PackedMatmul(memory.data_ptr(), 70, 64, 64, 32, where, tiles, bits)
+        product = PackedMatmul(
+            memory.data_ptr(), 70, 64, 64, 32, where, out_bits=bits, **({unit: True} if unit else {})
+        )
         results.append(torch.empty(67, 70, dtype=dtype))
         product(x.data_ptr(), results[-1].data_ptr(), 67, 2)
     narrow, wide = results

@@ -507,6 +507,25 @@ def tile_fma(b, tile: Tile, array: Array, index: Int, stride: Int, vectors: Tile
 
 
 @primitive(lambda tile, **_: tile)
+def tile_dots(
+    b, tile: Tile, rows: Array, at: Int, stride: Int, last: Int, weight: Array, w: Int, vectors: Const, lanes: Const
+):
+    """Add, to the vector in row `r`, column `i`, the dot products of the pair of bf16 at `rows[at + min(r, last) * stride]` with each of
+    `lanes` pairs from `weight[w + i * lanes]` on. Both arrays are of 32 bits. An instruction of CPUs with AVX-512 BF16."""
+    bf16 = ir.VectorType(_BFloat16(), 2 * lanes)
+    columns = [b.bitcast(weight.read(plus(b, w, i * lanes), vec(lanes, I32), 2), bf16) for i in range(vectors)]
+    out = []
+    for r in range(len(tile) // vectors):
+        row = ir.Constant(I64, r)
+        row = b.select(b.icmp_signed("<", row, last), row, last)
+        pair = b.bitcast(broadcast(b, rows.read(b.add(at, b.mul(row, stride)), I32, 2), lanes), bf16)
+        for i, column in enumerate(columns):
+            total = tile[r * vectors + i]
+            out.append(call_llvm(b, "x86.avx512bf16.dpbf16ps.512", total.type, total, column, pair))
+    return out
+
+
+@primitive(lambda tile, **_: tile)
 def tile_outer(b, tile: Tile, rows: Tile, columns: Tile):
     """Add `rows[r] * columns[i]`, lane by lane, to the vector in row `r`, column `i`."""
     m = len(columns)

@@ -21,6 +21,7 @@ from minivllm_kernels.cpu.matmul.layout import (
     Matmul,
     PackedMatmul,
     RowMajorMatmul,
+    host_dots,
     host_tiles,
     packed_problem,
     row_major_problem,
@@ -97,15 +98,19 @@ def by_tiles(inputs: int) -> bool:
     return host_tiles() and inputs % (2 * TILE) == 0
 
 
+WIDENED = 2  # rows up to which reading is the limit, even of the kernel that widens a bf16 weight
 SMALL = 1 << 22  # numbers of a weight that a core's cache keeps while a step of many rows goes through it
 
 
 def few_rows(dtype: torch.dtype, tiles: bool, numbers: int = 0) -> float:
     """Up to how many rows the numba kernel is the faster one, by the tile unit or without. numbers: of the weight."""
-    if dtype == torch.bfloat16:
-        many = 128 if numbers <= SMALL else 64
-        return math.inf if not onednn_packs() else many if tiles else 4
-    return 16
+    if dtype != torch.bfloat16:
+        return 16
+    if not onednn_packs():
+        return math.inf
+    if tiles:
+        return 128 if numbers <= SMALL else 64
+    return 128 if host_dots() else 4
 
 
 def explain(dtype: torch.dtype) -> str:
@@ -115,7 +120,13 @@ def explain(dtype: torch.dtype) -> str:
     if limit == math.inf:
         return "numba, each weight read once; this CPU has no bf16 arithmetic for torch to use"
     then = "oneDNN with weights packed once" if dtype == torch.bfloat16 else "torch"
-    unit = " with the CPU's tile unit" if tiles else " at the speed of memory"
+    unit = (
+        " with the CPU's tile unit"
+        if tiles
+        else " by dot products of pairs"
+        if limit > 4
+        else " at the speed of memory"
+    )
     large = f" ({few_rows(dtype, tiles, SMALL + 1)} by a large weight)" if tiles else ""
     return f"up to {limit} rows numba{unit}{large}, more rows {then}"
 
@@ -153,9 +164,9 @@ class CPULinear(TorchLinear):
         else:
             self.weights["weight"], bits = weight, BITS[weight.dtype]
             self.out_dtype, self.max_rows = None, self._max_rows(weight.dtype, tiles=False)
-            self._kernel: Matmul = RowMajorMatmul(
-                weight.data_ptr(), self.outputs, self.inputs, bits, self._bias_address()
-            )
+            sizes = (self.outputs, self.inputs, bits, self._bias_address())
+            self._kernel: Matmul = RowMajorMatmul(weight.data_ptr(), *sizes)
+            self._few: Matmul = self._kernel
 
     def _pack_block(self) -> int | None:
         return onednn_block(self.outputs, self.inputs)
@@ -173,21 +184,25 @@ class CPULinear(TorchLinear):
         self.out_dtype, self.max_rows = self.out_dtype or weight.dtype, self._max_rows(weight.dtype, tiles)
         sizes = (self.outputs, self.inputs, padded, block)
         out_bits = 8 * self.out_dtype.itemsize
-        self._kernel = PackedMatmul(self._memory.data_ptr(), *sizes, self._bias_address(), tiles, out_bits)
+        make = functools.partial(PackedMatmul, self._memory.data_ptr(), *sizes, self._bias_address(), tiles, out_bits)
+        self._kernel = make(dots=host_dots())
+        self._few = make() if host_dots() and not tiles else self._kernel
 
     def apply(self, x: Tensor) -> Tensor:
         if x.shape[0] <= self.max_rows:
-            return few_rows_matmul(self._kernel, x, self.outputs, self.out_dtype)
+            kernel = self._few if x.shape[0] <= WIDENED else self._kernel
+            return few_rows_matmul(kernel, x, self.outputs, self.out_dtype)
         if self._block:
             out = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.weights.get("bias"), "none", [], "")
             return out.to(self.out_dtype)
         return F.linear(x, self.weights["weight"], self.weights.get("bias"))
 
     def together(self, methods: Sequence[LinearMethod]) -> GroupedLinear | None:
-        kernels = [method._kernel for method in methods if type(method) is type(self)]
-        if len(kernels) < len(methods):
+        same = [method for method in methods if type(method) is type(self)]
+        if len(same) < len(methods):
             return None
-        grouped, max_rows = GroupedMatmul(kernels), self.max_rows
+        many, few = (GroupedMatmul(kernels) for kernels in ([m._kernel for m in same], [m._few for m in same]))
+        max_rows = self.max_rows
 
         def multiply(rows: Tensor, ends: Tensor) -> Tensor:
             counts = np.diff(ends.numpy(), prepend=0).astype(np.int64)
@@ -196,6 +211,7 @@ class CPULinear(TorchLinear):
                 return torch.cat([method.apply(x) for method, x in parts])
             rows = rows.contiguous()
             out = rows.new_empty(len(rows), self.outputs, dtype=self.out_dtype or rows.dtype)
+            grouped = few if counts.max() <= WIDENED else many
             grouped(rows.data_ptr(), out.data_ptr(), counts, torch.get_num_threads())
             return out
 

@@ -188,6 +188,11 @@ def host_tiles() -> bool:
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
+def host_dots() -> bool:
+    """Whether this machine has dot products of pairs of bf16 (AVX-512 BF16: AMD from Zen 4 on, Intel from Cooper Lake on)."""
+    return "+avx512bf16" in host_machine()[2].split(",")
+
+
 def prefetch_distance() -> tuple[int, int]:
     """(cache that weights are prefetched into, bytes ahead), see `simd.ask_for`.
 
@@ -227,6 +232,7 @@ class PackedMatmul(Matmul):
         bias: address of float32 [outputs], or 0.
         tiles: use AMX, see `host_tiles`; inputs must be a multiple of 32.
         out_bits: 32 for results that are written as float32, rounded all the same.
+        dots: use dot products of pairs, see `host_dots`; unless `tiles`.
 
     Raises:
         ValueError: `packed_problem`.
@@ -242,6 +248,7 @@ class PackedMatmul(Matmul):
         bias: int = 0,
         tiles: bool = False,
         out_bits: int = 16,
+        dots: bool = False,
     ) -> None:
         if problem := packed_problem(inputs, block):
             raise ValueError(problem)
@@ -249,13 +256,16 @@ class PackedMatmul(Matmul):
             raise ValueError(f"{inputs} inputs are not a multiple of {2 * TILE}")
         if tiles:
             compiled = kernel("minivllm_kernels.cpu.matmul.amx:matmul", out_bits)
+        elif dots:
+            compiled = kernel("minivllm_kernels.cpu.matmul.bf16_dots:matmul", out_bits)
         else:
             lanes = math.gcd(host_lanes(), inputs)
             compiled = kernel("minivllm_kernels.cpu.matmul.packed:matmul", out_bits, lanes, host_registers(), block)
         extra, item = (padded, block, tile_configs().ctypes.data, 1), ITEM if tiles else block
         super().__init__(compiled, -(-outputs // item), outputs, inputs, 16, out_bits, weight, bias, 0, *extra)
-        # by tiles: sums of two tiles of rows, which are read where they lie
-        self.sum_floats, self.row_floats = (2 * TILE * ITEM, 0) if tiles else (8 * block, inputs)
+        # tiles and dots read the rows where they lie; tiles have sums of two tiles of rows
+        self.sum_floats = 2 * TILE * ITEM if tiles else 8 * block
+        self.row_floats = 0 if tiles or dots else inputs
 
     def cut(self, threads: int, groups: int = 1) -> None:
         """See `Matmul`. Many items are claimed several at once, up to 8, and 16 times by each thread at least."""
