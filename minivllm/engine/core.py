@@ -375,7 +375,7 @@ class EngineCore:
         """Call a method of every rank's model runner, between two steps. See `Executor.collective_rpc`.
 
         Raises:
-            ValueError: there is no such method, or it is one that the engine itself must know of.
+            ValueError: there is no such method, or it is one that the engine itself must know of. What the method raises.
         """
         if method in _ENGINES:
             raise ValueError(
@@ -384,6 +384,8 @@ class EngineCore:
         try:
             return self._call_ranks(method, *args, timeout=timeout, **(kwargs or {}))
         except AttributeError as error:
+            if str(error) != f"'ModelRunner' object has no attribute {method!r}":  # the method's own
+                raise
             raise ValueError(f"collective_rpc({method!r}): {error}") from error
 
     def _call_ranks(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:

@@ -445,12 +445,14 @@ class Decoder(Module):
         for name, tensor in weights:
             if self.spec.full_name(name) is None:
                 continue
-            if isinstance(tensor, Tensor):
-                if not tensor.is_floating_point() or tensor.element_size() == 1:
-                    raise ValueError(
-                        f"tensor {name!r} has dtype {tensor.dtype}; weights are float64, float32, float16 or bfloat16"
-                    )
-                if tensor.numel() and not max(map(abs, map(float, tensor.aminmax()))) <= limit:
+            if isinstance(tensor, Tensor) and (not tensor.is_floating_point() or tensor.element_size() == 1):
+                raise ValueError(
+                    f"tensor {name!r} has dtype {tensor.dtype}; weights are float64, float32, float16 or bfloat16"
+                )
+            parts = [tensor] if isinstance(tensor, Tensor) else tensor.tensors().values()
+            for part in [part for part in parts if part.is_floating_point() and part.numel()]:
+                wide = part.float() if part.element_size() == 1 else part
+                if not max(map(abs, map(float, wide.aminmax()))) <= limit:
                     raise ValueError(f"tensor {name!r} has values that are no finite numbers in {self.dtype}")
             yield name, tensor
 

@@ -382,7 +382,7 @@ class LoadedModel:
         kv_specs = spec.kv_cache_specs(block_size, number, share)
         if scale:
             options = (("scale_bytes", scale),)
-            kv_specs = [s if s.rules.is_state else replace(s, options=options) for s in kv_specs]
+            kv_specs = [s if s.rules.is_state else replace(s, options=s.options + options) for s in kv_specs]
         return ModelFacts(
             name=self.name,
             path=str(self.path),

@@ -32,6 +32,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.fallback import TransformersDecoder, TransformersSpec
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.loading import LoadedModel, load_model
+from minivllm.models.mixers.moe import MoESpec
 from minivllm.models.parallel import Share, Stage, TensorGroup
 from minivllm.models.pooling import pooling_facts
 from minivllm.multimodal.encoder import TowerEncoder, load_encoder
@@ -177,6 +178,8 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
         raise ValueError(
             f"{loaded.spec.family}: encoders and classifiers are implemented for one rank, not for {args.world_size}"
         )
+    if args.enable_expert_parallel and not any(isinstance(layer.mlp, MoESpec) for layer in loaded.spec.layers):
+        raise ValueError(f"enable_expert_parallel needs a mixture of experts, and {loaded.name!r} has none")
     if loaded.spec.whole_prompts and args.dtype == "auto" and loaded.checkpoint_dtype == "float32":
         dtype = Decision("dtype", "float32", "the checkpoint's own: vectors are compared with others'")
     facts = loaded.facts(

@@ -1,5 +1,6 @@
 """Keys and values of a byte each, e4m3 or int8 with scales, through the whole engine."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tiny_models import hf_model, save_tiny_model, tiny_model_path  # noqa: F401
 from minivllm import LLM, SamplingParams
 from minivllm.attention.backend import FP8
 from minivllm.core.config import Decision, EngineArgs, KVCacheSpec, MachineFacts, ModelFacts, resolve
+from minivllm.models.loading import load_model
+from minivllm.models.spec import DecoderSpec
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.runtime.executor import load_decoder, plan_engine
 from minivllm_kernels.cpu.compile import host_machine
@@ -62,6 +65,14 @@ def test_scales_count_and_lie_in_the_blocks(path):
         block = 2 * spec.block_size * spec.num_kv_heads * (spec.head_dim + 4)
         assert spec.bytes_per_block == block == caches[0][:, 0].nbytes and {x.dtype for x in caches} == {torch.int8}
         assert llm.config.cache.num_gpu_blocks == (1 << 18) // (block * len(caches))
+
+
+def test_scales_come_beside_other_options_of_a_cache(path, monkeypatch):
+    loaded, asked = load_model(path), DecoderSpec.kv_cache_specs
+    more = (("ring", 7),)
+    monkeypatch.setattr(DecoderSpec, "kv_cache_specs", lambda *a: [replace(s, options=more) for s in asked(*a)])
+    facts = loaded.facts(16, "float32", kv_cache_dtype="int8_per_token_head")
+    assert {spec.options for spec in facts.kv_specs} == {(*more, ("scale_bytes", 4))}
 
 
 @pytest.mark.parametrize(

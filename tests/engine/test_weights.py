@@ -216,7 +216,7 @@ def test_a_model_of_transformers_sleeps_with_its_weights(two):
         assert tokens(llm) == want
 
 
-def test_a_function_of_the_model(llm):
+def test_a_function_of_the_model(llm, monkeypatch):
     assert llm.apply_model(lambda model: model.spec.num_layers) == [4]
     assert llm.collective_rpc("has_weights") == [True]
     with pytest.raises(ValueError, match="by its module and name"):
@@ -224,6 +224,10 @@ def test_a_function_of_the_model(llm):
     for method, said in (("sleep", "which has sleep"), ("load_weights", "which has load"), ("fly", "attribute 'fly'")):
         with pytest.raises(ValueError, match=rf"^collective_rpc\('{method}'\).*{said}"):
             llm.collective_rpc(method, args=(1,))
+    runner = llm.llm_engine.core.executor.runner
+    monkeypatch.setattr(runner, "fall", lambda: runner.model.wings, raising=False)
+    with pytest.raises(AttributeError, match="'Decoder' object has no attribute 'wings'"):
+        llm.collective_rpc("fall")
     assert not llm.is_sleeping()
 
 

@@ -50,6 +50,17 @@ def logits_of(decoder):
     return {name: torch.cat((first[name], last[name])).double() for name in PROMPTS}
 
 
+@pytest.mark.parametrize("case", ["gptq", "fp8 per channel"])
+def test_a_scale_that_is_no_number_is_found_before_weights_change(folders, case):
+    folder, _ = folders(case)
+    decoder, weights = decoder_of(folder), dict(load_model(folder).weights("float32"))
+    decoder.check_weights(weights.items())
+    name, weight = next((n, w) for n, w in weights.items() if not isinstance(w, torch.Tensor))
+    weight.scale[-1, -1] = torch.nan
+    with pytest.raises(ValueError, match=f"tensor '{name}' has values that are no finite numbers"):
+        decoder.check_weights(weights.items())
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_float64_with_the_weights_that_the_file_stands_for(folders, case):
     folder, exact = folders(case)

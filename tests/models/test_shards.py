@@ -7,7 +7,7 @@ import pytest
 import torch
 from paged import PagedDecoder, make_decoder
 from thread_ranks import Board, ThreadGroup, on_ranks
-from tiny_models import STATES, TINY_MODELS, hf_config, hf_model
+from tiny_models import STATES, TINY_MODELS, hf_config, hf_model, tiny_model_path
 
 from minivllm.core.config import EngineArgs, KVCacheGroup, KVCacheSpec, stage_groups, stage_layers
 from minivllm.models.decoder import Decoder
@@ -15,6 +15,9 @@ from minivllm.models.families.registry import spec_from_config
 from minivllm.models.linear.layer import Shard
 from minivllm.models.mixers.moe import ExpertLoads, MoE
 from minivllm.models.parallel import Share, Stage, TensorGroup
+from minivllm.runtime.executor import plan_engine
+
+__all__ = ["tiny_model_path"]
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +270,7 @@ def test_layers_of_stages():
         EngineArgs(pipeline_parallel_size=2, async_scheduling=True)
 
 
-def test_what_cannot_be_split_is_refused_by_name():
+def test_what_cannot_be_split_is_refused_by_name(tiny_model_path):
     def split(name: str, size: int, **more):
         return spec_from_config({**hf_config(name).to_dict(), **more}).weight_shapes(Share(0, size))
 
@@ -280,6 +283,10 @@ def test_what_cannot_be_split_is_refused_by_name():
         spec_from_config(hf_config("mixtral").to_dict()).layers[0].mlp.split(Share(0, 3, True))
     with pytest.raises(ValueError, match="enable_expert_parallel needs tensor_parallel_size"):
         EngineArgs(enable_expert_parallel=True)
+    with pytest.raises(ValueError, match="enable_expert_parallel needs a mixture of experts, and '.*llama' has none"):
+        plan_engine(
+            EngineArgs(model=str(tiny_model_path("llama")), tensor_parallel_size=2, enable_expert_parallel=True)
+        )
     with pytest.raises(ValueError, match="all2all_backend='all_to_all' needs enable_expert_parallel"):
         EngineArgs(tensor_parallel_size=2, all2all_backend="all_to_all")
     with pytest.raises(ValueError, match="all2all_backend must be .*allgather_reducescatter.*all_to_all.*'naive'"):
