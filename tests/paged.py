@@ -41,9 +41,8 @@ class PagedDecoder:
         decoder.bind(self.config)
         self.specs = decoder.attention_specs(block_size)
         shape, dtype = cache_layout(decoder.backend, self.specs, num_blocks)
-        nothing = (
-            torch.nan if dtype.is_floating_point else 255 if dtype == torch.uint8 else -1
-        )  # four such bytes are a NaN, too
+        # four bytes of 255 are a NaN, too
+        nothing = torch.nan if dtype.is_floating_point else 255 if dtype == torch.uint8 else -1
         self.caches = [torch.full(shape, nothing, dtype=dtype) for _ in range(self.config.num_tensors)]
         self.free = list(np.random.default_rng(seed).permutation(np.arange(1, num_blocks)))
         self.tokens: dict[str, list[int]] = {}

@@ -105,7 +105,7 @@ def check_all_to_all(workers: Calls, path, folder: Path) -> None:
     assert sum(size for _, size in sent) == 2 * rows * spec.hidden_size * 4
     gathered = sum(size for _, what, _, _, size in trace.ranks if what == "all_gather")
     shares = sum(workers.size * -(-n // workers.size) for n in steps) * spec.hidden_size * 4 * len(mixtures)
-    logits = gathered - shares  # of so many rows, as one rank samples
+    logits = gathered - shares  # of the rows that one rank samples
     assert logits % (4 * workers.size * -(-spec.vocab_size // workers.size)) == 0 < logits
     check_bytes(path, llm.llm_engine.core.executor.collective_rpc("memory"), **changes)
     llm.close()

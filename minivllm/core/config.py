@@ -1006,8 +1006,18 @@ class RankHeads(NamedTuple):
 
 
 def rank_heads(num_heads: int, num_kv_heads: int, ranks: int) -> RankHeads:
-    """How attention heads are shared out. Heads of zeros are added where they do not divide: to the key-value heads up to a multiple
-    of the ranks or, if there are fewer, up to a divisor, so that equally many ranks hold each; then to the query heads of each."""
+    """How attention heads are shared out.
+
+    Heads of zeros are added where they do not divide: to the key-value heads up to a multiple of the ranks or, if there are fewer, up
+    to a divisor, so that equally many ranks hold each; then to the query heads of each.
+
+    Args:
+        num_heads, num_kv_heads: query heads and key-value heads of the model.
+        ranks: of tensor parallelism.
+
+    Returns:
+        Heads of each rank, those of zeros included.
+    """
     keys = -(-num_kv_heads // ranks)
     copies = ranks // next(n for n in range(num_kv_heads, ranks + 1) if ranks % n == 0) if num_kv_heads < ranks else 1
     return RankHeads(keys * -(-num_heads // (num_kv_heads * copies)), keys, copies)

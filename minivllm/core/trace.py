@@ -107,10 +107,7 @@ class Trace(Recording):
             TraceError: names the first bad event or step.
         """
         fold, i, finished = Fold(self.start), 0, set[str]()
-        drafts, in_flight = (
-            dict[str, int](),
-            dict[str, int](),
-        )  # how many draft tokens requests have, and are being verified
+        drafts, in_flight = dict[str, int](), dict[str, int]()  # draft tokens of requests, and those being verified
         for step, events in by_step(self.events):
             for event in events:
                 if event[0] == "draft":

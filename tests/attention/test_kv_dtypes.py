@@ -64,10 +64,8 @@ def stored_in_int8(backend, cache) -> torch.Tensor:
     if not isinstance(backend, NumbaCPUBackend):
         numbers, scales = int8_parts(cache)
         return (numbers.double() * scales.transpose(-1, -2)[..., None].double()).flatten(1, 2)
-    codes, scales = (
-        cache[0, ..., :64].double(),
-        cache[0, ..., 64:].view(torch.float32).double(),
-    )  # [blocks, heads, 2, ...]
+    # [blocks, heads, 2, ...]
+    codes, scales = cache[0, ..., :64].double(), cache[0, ..., 64:].view(torch.float32).double()
     keys = codes[:, :, 0].unflatten(-1, (16, 4)).transpose(-1, -2) * scales[:, :, 0, :, None]
     values = codes[:, :, 1].unflatten(-1, (4, 16)) * scales[:, :, 1, :, None]
     return torch.stack((keys, values)).transpose(2, 3).flatten(1, 2)
@@ -107,9 +105,8 @@ def test_attention_over_what_was_stored(backend: AttentionBackend, changes, kv_d
     spec, backend = make_spec(kv_dtype=kv_dtype, **changes), backend.scaled(scales)
     requests = [(1, 30), (5, 9), (1, 3), (1, 28), (7, 7)]
     table = np.random.default_rng(0).permutation(np.arange(1, 41)).reshape(5, 8).astype(np.int32)
-    cache = backend.new_kv_cache(41, spec, CPU).fill_(
-        torch.nan if kv_dtype == FP8 else -1
-    )  # four such bytes are a NaN, too
+    nothing = torch.nan if kv_dtype == FP8 else -1  # four such bytes are a NaN, too
+    cache = backend.new_kv_cache(41, spec, CPU).fill_(nothing)
     assert cache.element_size() == 1 and cache.dtype == kv_dtype
     slots, wanted, qs = [], [], []
     for row, (new, length) in enumerate(requests):

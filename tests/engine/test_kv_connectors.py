@@ -556,9 +556,8 @@ def test_an_idle_engine_does_not_spin_while_blocks_are_sent(monkeypatch):
 
 
 def test_the_recipe_over_tcp_forgets_what_its_worker_has_dropped(recipe):
-    config = KVTransferConfig(
-        **transfer("TCPConnector", "kv_consumer", address="tcp://127.0.0.1:1", num_blocks=3)
-    )  # it binds no socket
+    extra = {"address": "tcp://127.0.0.1:1", "num_blocks": 3}  # it binds no socket
+    config = KVTransferConfig(**transfer("TCPConnector", "kv_consumer", **extra))
     connector = recipe.TCPConnector(config, 4, 1, "model")
     worker = recipe.TCPWorker(config, None, [torch.arange(24.0).view(2, 3, 4)], None)
     for name in b"abcadaebcc":

@@ -235,8 +235,11 @@ class CacheFormat:
 
 
 def cache_format(shape: AttentionShape) -> CacheFormat:
-    """The format of a shape's cache. e4m3 is multiplied as float16 and int8 as bfloat16, which hold each of their numbers; the
-    weights of an int8 cache's values may be tiny, and bfloat16 has room for that too."""
+    """The format of a shape's cache.
+
+    e4m3 is multiplied as float16 and int8 as bfloat16, which hold each of their numbers; the weights of an int8 cache's values may be
+    tiny, and bfloat16 has room for that too.
+    """
     half = half_ops(shape.dtype)
     if not (shape.fp8_kv or shape.int8_kv):
         return CacheFormat(4, ldg128_stream, _same_words, _same_word, half.pack, half.mma)

@@ -179,10 +179,10 @@ class MoE(Mixer):
     def capturable(self) -> bool:  # type: ignore[override]
         """Whether no number of rows is asked for on the host: only by grouped matmuls, and before Hopper torch asks for them even there.
         Nor where tokens travel: how many is what the ranks must know before they send them."""
-        fast = (
-            self.all2all is None and self.stacked and torch.cuda.get_device_capability(self.stacked[0].device) >= (9, 0)
-        )
-        return bool(fast and self._grouped_linears())
+        if self.all2all is not None or not self.stacked:
+            return False
+        fast = torch.cuda.get_device_capability(self.stacked[0].device) >= (9, 0)
+        return fast and bool(self._grouped_linears())
 
     def __init__(self, spec: MoESpec, builder: Builder) -> None:
         plain = "batch_invariant" if builder.ops.batch_invariant else "torch"  # a router is small, and never quantized
