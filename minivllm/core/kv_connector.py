@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import weakref
@@ -162,6 +164,9 @@ class KVConnector(ABC):
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> bool:
         """A running request ends. Whether its blocks must be kept, for workers to copy them, until `finished_sending` names it."""
         return False
+
+    def shutdown(self) -> None:
+        """Remove what would be left behind, such as files. The workers have ended, or are shut down."""
 
     def gauges(self) -> dict[str, float]:
         """Counters by the names of vLLM's metrics, in tokens, and steps with failed loads."""
@@ -324,7 +329,7 @@ class SharedStorageConnector(KVConnector):
         for name in self.extra.keys() - {"shared_storage_path"}:
             if (most := extra[name]) is not None and (type(most) is not int or most < 1):
                 raise ValueError(f"kv_connector_extra_config: {name} must be at least 1, got {most!r}")
-        self._root, self._bad = str(extra["shared_storage_path"]), set[Key]()
+        self._root, self._bad = str(extra["shared_storage_path"]), dict[Key, tuple[int, int]]()
         self.folder = os.path.join(self._root, namespace)
         self._remove: Callable[[], Any] = lambda: None
 
@@ -340,8 +345,16 @@ class SharedStorageConnector(KVConnector):
     def _path(self, key: Key) -> str:
         return os.path.join(self.folder, f"{key[1].hex()}-{key[0]}")
 
+    def _file(self, key: Key) -> tuple[int, int] | None:
+        """Which file a block of rank 0 is; None if it is gone."""
+        try:
+            status = os.stat(self._path(key) + ".0")
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
     def holds(self, key: Key) -> bool:
-        return key not in self._bad and os.path.exists(self._path(key) + ".0")
+        return (file := self._file(key)) is not None and file != self._bad.get(key)
 
     def place_to_load(self, key: Key) -> tuple[Any, ...]:
         return self._path(key), key
@@ -349,11 +362,63 @@ class SharedStorageConnector(KVConnector):
     def place_to_save(self, key: Key) -> tuple[Any, ...] | None:
         if self.holds(key):
             return None
-        self._bad.discard(key)
+        self._bad.pop(key, None)
         return self._path(key), key
 
     def forget(self, key: Key) -> None:
-        self._bad.add(key)
+        if (file := self._file(key)) is not None:  # another one under this name may be good
+            self._bad[key] = file
+
+    def shutdown(self) -> None:
+        self._remove()
+
+
+def remove_left(root: Path, *patterns: str) -> None:
+    """Remove what engines that are gone have left: files whose names end in the number of a process."""
+    for path in (path for pattern in patterns for path in root.glob(pattern)):
+        with contextlib.suppress(OSError, ValueError):
+            if not runs(int(path.name.rpartition("-")[2])):
+                path.unlink()
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process. One that has ended, and that its parent has not heard of (a zombie), does not run."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is another user's, or there is no /proc
+        return True
+
+
+def look_up_block(path: str) -> tuple[str, int, tuple[int, int]] | None:
+    """(store, slot, which file it was) of a block; None if it is gone."""
+    try:
+        with open(path) as file:
+            status = os.fstat(file.fileno())
+            found = re.fullmatch(r"(store-\w+-(\d+)-\d+) (\d+)", file.read())
+    except OSError:
+        return None
+    if found is None or not int(found[3]) < int(found[2]):
+        return None
+    return found[1], int(found[3]), (status.st_ino, status.st_mtime_ns)
+
+
+def remove_gone(root: Path, *stores: Path) -> None:
+    """Remove these stores and those of processes that have ended, the files of blocks in them, and the folders that this leaves empty."""
+    files = list(root.glob("*/*-*.*"))
+    for store in stores:
+        with contextlib.suppress(OSError):
+            store.unlink()
+    remove_left(root, "store-*", "*/*.tmp-*")
+    for file in files:
+        with contextlib.suppress(OSError):
+            if (place := look_up_block(str(file))) is not None and not (root / place[0]).exists():
+                file.unlink()
+    for folder in {file.parent for file in files}:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 class PeerMemoryConnector(SharedStorageConnector):
@@ -363,6 +428,10 @@ class PeerMemoryConnector(SharedStorageConnector):
     """
 
     extra: ClassVar[dict[str, Any]] = {"shared_storage_path": ..., "num_blocks": ...}
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        remove_gone(Path(self._root))  # a rank that was killed has left them
 
 
 CONNECTORS: dict[str, type[KVConnector]] = {

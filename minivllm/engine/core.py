@@ -582,6 +582,8 @@ class EngineCore:
             except Exception as error:  # noqa: BLE001 - a rank has failed or ended
                 logger.warning("KV connectors may have left something behind: %r", error)
         self.executor.shutdown()
+        if self.scheduler.connector is not None:
+            self.scheduler.connector.shutdown()
 
 
 _ENGINES = {

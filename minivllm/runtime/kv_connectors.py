@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import os
-import re
 import secrets
 import struct
 import time
@@ -25,7 +24,17 @@ from torch import Tensor
 from minivllm.attention.backend import AttentionBackend, as_bytes
 from minivllm.attention.numba_cuda import cuda_ops
 from minivllm.core.config import EngineArgs, KVTransferConfig
-from minivllm.core.kv_connector import CONNECTORS, KVConnector, Loads, PeerMemoryConnector, take_extra
+from minivllm.core.kv_connector import (
+    CONNECTORS,
+    KVConnector,
+    Loads,
+    PeerMemoryConnector,
+    look_up_block,
+    remove_gone,
+    remove_left,
+    runs,
+    take_extra,
+)
 from minivllm.core.output import KVConnectorMetadata
 from minivllm.models.parallel import Share, TensorGroup
 
@@ -202,7 +211,7 @@ class SharedStorageWorker(ConnectorWorker):
         extra = take_extra(config, shared_storage_path=..., max_bytes=None)
         self.root, self.max_bytes = Path(extra["shared_storage_path"]), extra["max_bytes"]
         self.root.mkdir(parents=True, exist_ok=True)
-        _remove_left(self.root, "*/*.tmp-*")
+        remove_left(self.root, "*/*.tmp-*")
         self._bytes = [cache[:, 0].nbytes for cache in kv_caches]
 
     def fetch(self, loads: Loads) -> dict[int, Tensor]:
@@ -287,54 +296,6 @@ def write_whole(path: str, data: bytes) -> None:
     os.replace(torn, path)
 
 
-def _remove_left(root: Path, *patterns: str) -> None:
-    """Remove what engines that are gone have left: files whose names end in the number of a process."""
-    for path in (path for pattern in patterns for path in root.glob(pattern)):
-        with contextlib.suppress(OSError, ValueError):
-            if not _runs(int(path.name.rpartition("-")[2])):
-                path.unlink()
-
-
-def _runs(pid: int) -> bool:
-    """Whether there is such a process. One that has ended, and that its parent has not heard of (a zombie), does not run."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is another user's, or there is no /proc
-        return True
-
-
-def _look(path: str) -> tuple[str, int, tuple[int, int]] | None:
-    """(store, slot, which file it was) of a block; None if it is gone."""
-    try:
-        with open(path) as file:
-            status = os.fstat(file.fileno())
-            found = re.fullmatch(r"(store-\w+-(\d+)-\d+) (\d+)", file.read())
-    except OSError:
-        return None
-    if found is None or not int(found[3]) < int(found[2]):
-        return None
-    return found[1], int(found[3]), (status.st_ino, status.st_mtime_ns)
-
-
-def _remove_gone(root: Path, *stores: Path) -> None:
-    """Remove these stores and those of processes that have ended, the files of blocks in them, and the folders that this leaves empty."""
-    files = list(root.glob("*/*-*.*"))
-    for store in stores:
-        with contextlib.suppress(OSError):
-            store.unlink()
-    _remove_left(root, "store-*", "*/*.tmp-*")
-    for file in files:
-        with contextlib.suppress(OSError):
-            if (place := _look(str(file))) is not None and not (root / place[0]).exists():
-                file.unlink()
-    for folder in {file.parent for file in files}:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-
-
 class PeerMemoryWorker(ConnectorWorker):
     """Blocks in the memory of the rank that computed them; see `PeerMemoryConnector`.
 
@@ -358,9 +319,9 @@ class PeerMemoryWorker(ConnectorWorker):
             )
         self.root, self.count = Path(extra["shared_storage_path"]), extra["num_blocks"]
         self.root.mkdir(parents=True, exist_ok=True)
-        _remove_gone(self.root)
+        remove_gone(self.root)
         self._name = f"store-{secrets.token_hex(4)}-{self.count}-{os.getpid()}"
-        self._end = weakref.finalize(self, _remove_gone, self.root, self.root / self._name)
+        self._end = weakref.finalize(self, remove_gone, self.root, self.root / self._name)
         self._held: dict[int, str] = {}
         self._num_saved = 0
         self._copiers: dict[str, Callable[..., None] | None] = {}
@@ -408,7 +369,7 @@ class PeerMemoryWorker(ConnectorWorker):
 
     def load(self, loads: Loads, fetched: Any = None) -> set[int]:
         names = {block: f"{path}.{self.rank}" for (path, _), block in loads}
-        found = {block: place for block, name in names.items() if (place := _look(name)) is not None}
+        found = {block: place for block, name in names.items() if (place := look_up_block(name)) is not None}
         stores, copied = {store for store, _, _ in found.values()}, dict[int, Any]()
         for store in filter(self._is_there, stores):
             copy = (
@@ -424,15 +385,15 @@ class PeerMemoryWorker(ConnectorWorker):
                 copied |= places
         self._wait()
         gone = {store for store in stores | self._copiers.keys() if not self._is_there(store)}
-        whole = {b for b, place in copied.items() if place[0] not in gone and _look(names[b]) == place}
+        whole = {b for b, place in copied.items() if place[0] not in gone and look_up_block(names[b]) == place}
         if gone:
             self._copiers = {store: copy for store, copy in self._copiers.items() if store not in gone}
-            _remove_gone(self.root)
+            remove_gone(self.root)
         return set(names) - whole
 
     def _is_there(self, store: str) -> bool:
         """Whether a store's file is there, and the process whose memory it is."""
-        return (self.root / store).exists() and _runs(int(store.rpartition("-")[2]))
+        return (self.root / store).exists() and runs(int(store.rpartition("-")[2]))
 
     def _make_store(self) -> list[Tensor]:
         size, path = self.count * sum(cache[:, 0].nbytes for cache in self.kv_caches), self.root / self._name

@@ -264,8 +264,6 @@ def test_an_engine_reads_blocks_in_the_memory_of_another(tiny_model_path, want, 
     check_at_rest(second)
     (tmp_path / "another's").mkdir()
     first.llm_engine.close()
-    del first
-    gc.collect()
     assert os.listdir(tmp_path) == ["another's"]
 
 
@@ -356,6 +354,31 @@ def test_blocks_that_are_gone_from_the_other_memory_are_computed(tiny_model_path
     else:
         assert len(files) > 3 and metrics["num_kv_load_failures"] > 0
     check_at_rest(second)
+
+
+def test_blocks_of_a_producer_that_was_started_again_are_read(tiny_model_path, want, tmp_path, monkeypatch):
+    """Their names are those of blocks that could not be read."""
+    path, copy = str(tiny_model_path("llama")), PeerMemoryWorker._copy_here
+    first, second = peer(path, tmp_path, "kv_producer"), peer(path, tmp_path, "kv_consumer", **SMALL)
+    tokens(first)
+
+    def ended(self, slots, pairs):
+        copy(self, slots, pairs)
+        first.llm_engine.close()
+
+    def hits() -> float:
+        metrics = second.llm_engine.get_metrics()
+        return metrics["external_prefix_cache_hits"], metrics["num_kv_load_failures"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PeerMemoryWorker, "_copy_here", ended)
+        assert tokens(second) == want["llama"]
+    before, failures = hits()
+    tokens(third := peer(path, tmp_path, "kv_producer"))
+    assert tokens(second) == want["llama"] and failures > 0
+    assert hits()[0] > before and hits()[1] == failures
+    third.llm_engine.close()
+    assert not os.listdir(tmp_path)
 
 
 EXTRA = {
@@ -736,8 +759,6 @@ def test_engines_with_other_weights_share_no_block(tiny_model_path, tmp_path, re
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2  # of now: no folder is left behind
     for llm in (first, second):
         llm.llm_engine.close()
-    del first, second, llm
-    gc.collect()
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 

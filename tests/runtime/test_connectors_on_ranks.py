@@ -107,3 +107,15 @@ def test_blocks_come_back_on_two_ranks(pair, want, tmp_path, connector, way, kv)
             with socket.socket() as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(("127.0.0.1", port + rank))
+
+
+def test_what_a_rank_that_is_killed_has_left_is_removed_with_its_engine(want, tmp_path):
+    workers = start_workers(2, "cpu")
+    config = {"kv_connector": "PeerMemoryConnector"}
+    config["kv_connector_extra_config"] = extra_of("PeerMemoryConnector", tmp_path)
+    llm = sharded(workers, want[0], **SMALL, kv_transfer_config=config)
+    tokens(llm, GREEDY)
+    assert len(list(tmp_path.glob("store-*"))) == 2 and list(tmp_path.glob("*/*.1"))
+    workers.processes[1].kill()
+    llm.llm_engine.close()
+    assert not list(tmp_path.iterdir())

@@ -76,6 +76,19 @@ async def test_a_prefill_server_that_does_not_answer_costs_its_timeout():
     server.close()
 
 
+async def test_a_prefill_server_that_is_killed_before_it_answers_costs_no_request():
+    async def die(reader, writer):
+        await reader.readuntil(b"max_tokens")
+        writer.transport.abort()
+
+    server = await asyncio.start_server(die, "127.0.0.1", 0)
+    killed = httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    asked = []
+    async with ask(make_proxy(killed, stub(asked))) as client:
+        assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200 and len(asked) == 1
+    server.close()
+
+
 @pytest.mark.slow
 async def test_two_servers_answer_as_one(tiny_args, tmp_path):
     """Real engines: the same text as the decode server gives alone, and the prompt's blocks come from the other one."""
