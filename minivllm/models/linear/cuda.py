@@ -266,8 +266,10 @@ class FP8Linear(TorchLinear):
         """See `LinearMethod`."""
         if "weight" in self.weights:
             weight = self.weights.pop("weight")
-            value, self.dtype = quantize_channels(weight, FP8), weight.dtype
-            self.value: QuantizedWeight = self._for_cpu(value) or packed(value, self.dtype)
+            self.dtype = weight.dtype
+            self.value = packed(quantize_channels(weight, FP8), self.dtype)
+            if isinstance(self.value, ScaledWeight):
+                self.value = self._for_cpu(self.value) or self.value
 
     def _for_cpu(self, value: ScaledWeight) -> QuantizedWeight | None:
         here = value.q.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16)

@@ -215,11 +215,18 @@ class CPUScaledWeight(RepackedWeight):
         scale = weight.scale.float() * (256 if weight.q.dtype == FP8 else 1)
         scale = F.pad(scale, (0, 0, 0, pad))
         self.scales = scale.view(-1, ITEM, scale.shape[1]).transpose(1, 2).contiguous()
-        (outputs, inputs), step = weight.shape, weight.input_scale
-        together = {"none": 0, "group": weight.block}.get(weight.activations, inputs)
-        about = outputs, inputs, weight.block, weight.q.dtype == torch.int8, together
-        addresses = (0 if t is None else t.data_ptr() for t in (self.words, self.scales, step, bias))
-        self.kernel = ScaledMatmul(*addresses, *about, 8 * dtype.itemsize)
+        step = weight.input_scale
+        self.kernel = ScaledMatmul(
+            self.words.data_ptr(),
+            self.scales.data_ptr(),
+            0 if step is None else step.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            *weight.shape,
+            block=weight.block,
+            whole=weight.q.dtype == torch.int8,
+            together={"none": 0, "group": weight.block}.get(weight.activations, weight.shape[1]),
+            bits=8 * dtype.itemsize,
+        )
 
     def apply(self, x: Tensor, matmul: Any = None) -> Tensor:
         """x [T, inputs] to [T, outputs], with the bias. `matmul` is not needed."""
