@@ -20,10 +20,11 @@ from minivllm.core.module import Module, ModuleList
 from minivllm.engine.core_process import connect_engine
 from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
-from minivllm.models.loading import SINGLE
+from minivllm.models.loading import SINGLE, load_model
 from minivllm.models.mixers.moe import MoE
 from minivllm.models.ops.select import make_layer_ops
 from minivllm.models.parallel import Share, TensorGroup
+from minivllm.models.quantization.writers import write_compressed
 from minivllm.runtime import executor
 from minivllm.runtime.kv_connectors import PeerMemoryWorker
 from minivllm_kernels.cuda import ops
@@ -239,6 +240,21 @@ def test_a_replayed_step_equals_the_same_launches(folder):
         made.append(tokens(llm, greedy(24), PROMPTS[:3]))
         assert (len(runner.graphs) == 1) == (limit < 0)
     assert made[0] == made[1] == made[2] == made[3]
+
+
+@pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
+def test_a_quantized_checkpoint_replays_graphs_and_changes_no_token(folder, tmp_path, form):
+    """Numbers of requests for which a graph needs no padding; 24 rows are more than the kernel takes."""
+    (tmp_path / form).mkdir()
+    write_compressed(load_model(folder("llama-64")), tmp_path / form, form)
+    made = []
+    for eager in (True, False):
+        llm = load(
+            tmp_path / form, dtype="bfloat16", attention_backend="numba_cuda", enforce_eager=eager, max_num_seqs=32
+        )
+        made.append([tokens(llm, greedy(8), (PROMPTS * 3)[:n]) for n in (1, 8, 24)])
+    assert made[0] == made[1]
+    assert len(llm.llm_engine.core.executor.runner.graphs) >= 3
 
 
 def test_a_part_replaced_after_graphs_were_captured_runs(folder):
