@@ -14,7 +14,8 @@ from minivllm.models.linear import layer as linear_layer
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.linear.grouped import GroupedWeight
 from minivllm.models.linear.layer import Linear, register_quantization
-from minivllm.models.linear.quantized import PackedWeight, quantize
+from minivllm.models.linear.quantized import CPUScaledWeight, PackedWeight, quantize
+from minivllm.models.linear.scaled import FP8, LARGEST, ScaledWeight, round_to, scale_of
 from minivllm.models.linear.unquantized import TorchLinear
 from minivllm.models.loading import load_model
 from minivllm_kernels.cpu.matmul.layout import FEW, host_tiles
@@ -296,7 +297,7 @@ def test_fp8_rounds_weights_and_each_token():
     scale = x.double().abs().amax(1, keepdim=True) / 448
     want = ((x / scale.float()).to(torch.float8_e4m3fn).double() * scale) @ rounded.T + bias.double()
     torch.testing.assert_close(layer(x).double(), want, rtol=1e-4, atol=1e-3)
-    assert layer.method.value.q.nbytes == 48 * 64
+    assert layer.method.value.words.nbytes == 64 * 64  # whole items of 32 outputs
     with pytest.raises(
         ValueError, match="quantization='fp8' cannot be used: it does not go with an attention .*batch-inv"
     ):
@@ -447,7 +448,7 @@ def test_a_checkpoints_weight_is_multiplied_as_it_came(kind):
 @pytest.mark.parametrize("method", ["invariant_int8", "invariant_int4_32"])
 def test_a_stored_weight_has_the_same_bits_in_any_company(method, dtype):
     """What has a kernel, what torch writes out, and a part that was not quantized."""
-    by_torch = GroupedWeight(torch.randint(-128, 128, (24, 256)).to(torch.int8), torch.rand(24, 16))
+    by_torch = GroupedWeight(torch.randint(-128, 128, (24, 256)).to(torch.int8), *torch.rand(2, 24, 16))
     parts = {"a": grouped_of("with lows"), "b": by_torch, "c": torch.randn(40, 256).to(dtype)}
     sizes = {name: part.shape[0] for name, part in parts.items()}
     layer = Linear(256, sizes, bias=True, dtype=dtype, device=CPU, method=method)
@@ -460,7 +461,7 @@ def test_a_stored_weight_has_the_same_bits_in_any_company(method, dtype):
 
 
 def test_what_has_no_kernel_is_written_out():
-    weight = GroupedWeight(torch.randint(-128, 128, (32, 64)).to(torch.int8), torch.rand(32, 4))
+    weight = GroupedWeight(torch.randint(-128, 128, (32, 64)).to(torch.int8), *torch.rand(2, 32, 4))
     with pytest.raises(ValueError, match="groups of 16 inputs are neither 32 nor a multiple of 64"):
         PackedWeight(weight, torch.float32)
     layer = Linear(64, {"a": 32, "b": 8}, bias=True, dtype=torch.float32, device=CPU, method="cpu")
@@ -470,3 +471,46 @@ def test_what_has_no_kernel_is_written_out():
     layer.method.process_weights_after_loading()
     x, whole = torch.randn(3, 64), torch.cat((weight.dequantize(), torch.ones(8, 64)))
     torch.testing.assert_close(layer(x), x @ whole.T + torch.arange(40.0), rtol=1e-4, atol=1e-3)
+
+
+SCALED = [(block, activations) for block in (256, 32, 16) for activations in ("none", "token", "group", "static")]
+
+
+@pytest.mark.parametrize("format", [FP8, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_with_scales_are_multiplied_as_they_came(format, dtype):
+    """float64 has the same numbers, rounded alike; each row has the same bits in any company."""
+    for block, activations in SCALED:
+        blocks = torch.randn(72, 256).unflatten(1, (-1, block))
+        scale, bias = scale_of(blocks, format), torch.randn(72)
+        q = round_to(blocks, format, scale).flatten(1)
+        fixed = torch.tensor([2.5 / LARGEST[format]]) if activations == "static" else None  # some numbers are beyond it
+        weight = ScaledWeight(q, scale.squeeze(-1), block, activations, fixed)
+        layer = Linear(256, {"all": 72}, bias=True, dtype=dtype, device=CPU, method="invariant_int8")
+        layer.bias.copy_(bias)
+        layer.load("all", "weight", weight)
+        layer.method.process_weights_after_loading()
+        (packed,) = layer.method.values
+        assert isinstance(packed, CPUScaledWeight) and torch.equal(packed.dequantize(), weight.dequantize())
+        x = torch.randn(70, 256).to(dtype)
+        want = weight.round_activations(x.float()).double() @ weight.dequantize().double().T + layer.bias.double()
+        tolerance = 1e-5 if dtype == torch.float32 else 0.01
+        torch.testing.assert_close(layer(x).double(), want, rtol=tolerance, atol=tolerance * want.abs().max().item())
+        for rows in (1, 3, 9):
+            assert torch.equal(layer(x[:rows]), layer(x)[:rows])
+
+
+def test_small_groups_of_eight_bits_have_a_kernel_too():
+    """Q6_K has a scale for every 16 inputs. Rows that are not numbers make results that are none."""
+    weight = GroupedWeight(torch.randint(-32, 32, (40, 64)).to(torch.int8), torch.rand(40, 4))
+    layer = Linear(64, {"all": 40}, dtype=torch.float32, device=CPU, method="cpu")
+    layer.load("all", "weight", weight)
+    layer.method.process_weights_after_loading()
+    assert isinstance(layer.method.values[0], CPUScaledWeight)
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(layer(x), x @ weight.dequantize().T, rtol=1e-4, atol=1e-3)
+    x[2, 7] = torch.nan
+    assert layer(x).isnan().any(1).tolist() == [False, False, True, False, False]
+    odd = ScaledWeight(torch.zeros(8, 9, dtype=torch.int8), torch.ones(8, 3), 3)
+    with pytest.raises(ValueError, match="9 inputs in groups of 3: groups must be even, and divide the inputs"):
+        CPUScaledWeight(odd, torch.float32)

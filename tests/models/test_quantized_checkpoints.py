@@ -104,6 +104,16 @@ def test_quantized_weights_go_with_other_backends(folders, case, backend):
         assert error < (0.06 if backend == "numba_cpu" else 1e-4)  # the CPU's kernel rounds activations
 
 
+BY_TORCH = ("gptq act-order", "gptq 8 bits", "nvfp4")  # inputs in another order; groups of 16 in 4 bits
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_captured_where_kernels_compute_all_of_it(folders, case):
+    decoder = decoder_of(folders(case)[0], "numba_cpu")
+    logits_of(decoder)
+    assert decoder.captured.problem is None and bool(decoder.captured.refused) == (case in BY_TORCH)
+
+
 def test_bfloat16_differs_by_its_own_rounding(folders):
     folder, exact = folders("gptq")
     got, want = logits_of(decoder_of(folder, dtype=torch.bfloat16)), exact_logits("gptq", exact)

@@ -277,6 +277,19 @@ def as_bf16(b, x: Vec):
     return widen(b, narrow(b, x, x.type.count), x.type.count)
 
 
+@primitive(lambda x, bits: x)
+def rounded(b, x: Vec, bits: Const):
+    """A vector as the nearest numbers of fp8 (`bits` 8), the largest where it is beyond them, or as the nearest whole ones (-8), of at most
+    +-127. float32 still."""
+    lanes = x.type.count
+    if bits == 8:
+        return b.fmul(from_fp8(b, to_fp8(b, x, lanes), lanes), const(256.0, lanes))
+    most, least = const(127.0, lanes), const(-127.0, lanes)
+    x = b.select(b.fcmp_ordered(">", x, most), most, x)
+    x = b.select(b.fcmp_ordered("<", x, least), least, x)
+    return b.fsub(b.fadd(x, const(1.5 * 2**23, lanes)), const(1.5 * 2**23, lanes))
+
+
 @primitive(types.void)
 def zip_pairs(b, into: Array, to: Int, source: Array, first: Int, second: Int, lanes: Const):
     """Write `lanes` elements of 16 bits from `first` and as many from `second` on, one of each in turn."""
@@ -530,6 +543,13 @@ def tile_outer(b, tile: Tile, rows: Tile, columns: Tile):
     """Add `rows[r] * columns[i]`, lane by lane, to the vector in row `r`, column `i`."""
     m = len(columns)
     return [multiply_add(b, rows[i // m], columns[i % m], x) for i, x in enumerate(tile)]
+
+
+@primitive(lambda tile, **_: tile)
+def tile_scaled(b, tile: Tile, sums: Tile, columns: Tile):
+    """Add `sums[r, i] * columns[i]`, lane by lane, to the vector in row `r`, column `i`."""
+    m = len(columns)
+    return [multiply_add(b, sums[i], columns[i % m], x) for i, x in enumerate(tile)]
 
 
 def fold_together(b: Any, vectors: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 # Generated from nbs/models/linear/cuda.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import importlib.util
 from types import ModuleType
 from typing import Any
 
@@ -265,12 +266,24 @@ class FP8Linear(TorchLinear):
         """See `LinearMethod`."""
         if "weight" in self.weights:
             weight = self.weights.pop("weight")
-            self.dtype, self.value = weight.dtype, packed(quantize_channels(weight, FP8), weight.dtype)
+            self.dtype = weight.dtype
+            self.value = packed(quantize_channels(weight, FP8), self.dtype)
+            if isinstance(self.value, ScaledWeight):
+                self.value = self._for_cpu(self.value) or self.value
+
+    def _for_cpu(self, value: ScaledWeight) -> QuantizedWeight | None:
+        here = value.q.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16)
+        if not here or importlib.util.find_spec("numba") is None:
+            return None
+        from minivllm.models.linear.quantized import CPUScaledWeight, as_scaled
+
+        bias, scaled = self.bias, as_scaled(value)
+        return scaled and CPUScaledWeight(scaled, self.dtype, None if bias is None else bias.float())
 
     def apply(self, x: Tensor) -> Tensor:
         """See `LinearMethod`."""
         out = self.value.apply(x)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None or hasattr(self.value, "bias") else out + self.bias
 
     @property
     def weight(self) -> Tensor:

@@ -260,7 +260,7 @@ class StoredLinear(LinearMethod):
 
     def __init__(self, parts: Mapping[str, int], dtype: torch.dtype, matmul: Matmul = F.linear) -> None:
         super().__init__()
-        self.parts, self.dtype, self.matmul = dict(parts), dtype, matmul
+        self.parts, self.dtype, self._matmul = dict(parts), dtype, matmul
         self.loaded: dict[str, QuantizedWeight | Tensor] = {}
         self.values: list[QuantizedWeight | Tensor] = []
 
@@ -284,7 +284,7 @@ class StoredLinear(LinearMethod):
     def multiply(self, x: Tensor, index: int) -> Tensor:
         """x [T, inputs] by `values[index]`."""
         value = self.values[index]
-        return self.matmul(x, value) if isinstance(value, Tensor) else value.apply(x, self.matmul)
+        return self._matmul(x, value) if isinstance(value, Tensor) else value.apply(x, self._matmul)
 
     @property
     def weight(self) -> Tensor:

@@ -3,6 +3,7 @@
 # Generated from nbs/models/linear/quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from minivllm.models.linear.grouped import (
     pack_nibbles,
     unpack_nibbles,
 )
+from minivllm.models.linear.scaled import FP8, ScaledWeight
 from minivllm.models.linear.unquantized import TorchLinear, matmul_by_tiles
-from minivllm_kernels.cpu.matmul.layout import FEW, ITEM, SPAN, QuantizedMatmul
+from minivllm_kernels.cpu.matmul.layout import FEW, ITEM, SPAN, QuantizedMatmul, ScaledMatmul, scaled_problem
 
 
 def quantize_rows(weight: Tensor) -> GroupedWeight:
@@ -194,6 +196,61 @@ class PackedWeight(RepackedWeight):
         return GroupedWeight(q, scale, low[0] if low else None, codes, self.order, self.inputs)
 
 
+class CPUScaledWeight(RepackedWeight):
+    """A `ScaledWeight` in the order of the CPU's kernel, or a `GroupedWeight` of 8 bits whose groups are too small for its own.
+
+    Args:
+        dtype: of the activations, float32 or bfloat16.
+        bias: float32 [outputs], added to the results.
+
+    Raises:
+        ValueError: `layout.scaled_problem`.
+    """
+
+    def __init__(self, weight: ScaledWeight, dtype: torch.dtype, bias: Tensor | None = None) -> None:
+        self._shape, self._like, self.bias = weight.shape, replace(weight, q=weight.q[:0], scale=weight.scale[:0]), bias
+        pad = -weight.shape[0] % ITEM
+        q = F.pad(weight.q.view(torch.uint8), (0, 0, 0, pad))
+        self.words = q.view(-1, ITEM, q.shape[1]).transpose(1, 2).contiguous()
+        scale = weight.scale.float() * (256 if weight.q.dtype == FP8 else 1)
+        scale = F.pad(scale, (0, 0, 0, pad))
+        self.scales = scale.view(-1, ITEM, scale.shape[1]).transpose(1, 2).contiguous()
+        step = weight.input_scale
+        self.kernel = ScaledMatmul(
+            self.words.data_ptr(),
+            self.scales.data_ptr(),
+            0 if step is None else step.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            outputs=weight.shape[0],
+            inputs=weight.shape[1],
+            block=weight.block,
+            whole=weight.q.dtype == torch.int8,
+            together={"none": 0, "group": weight.block}.get(weight.activations, weight.shape[1]),
+            bits=8 * dtype.itemsize,
+        )
+
+    def apply(self, x: Tensor, matmul: Any = None) -> Tensor:
+        """x [T, inputs] to [T, outputs], with the bias. `matmul` is not needed."""
+        return few_rows_matmul(self.kernel, x, self._shape[0])
+
+    def unpacked(self) -> ScaledWeight:
+        """The weight as it came."""
+        outputs = self._shape[0]
+        q, scale = (t.transpose(1, 2).flatten(0, 1)[:outputs] for t in (self.words, self.scales))
+        fp8 = self._like.q.dtype == FP8
+        return replace(self._like, q=q.view(self._like.q.dtype), scale=scale / 256 if fp8 else scale)
+
+
+def as_scaled(value: QuantizedWeight | Tensor) -> ScaledWeight | None:
+    """The weight as one that `CPUScaledWeight` takes, or None."""
+    if isinstance(value, GroupedWeight) and value.bits == 8 and value.low is None and value.order is None:
+        value = ScaledWeight(value.q, value.scale.float(), value.group)
+    if not isinstance(value, ScaledWeight):
+        return None
+    together = value.block if value.activations == "group" else value.shape[1]
+    return None if scaled_problem(value.shape[1], value.block, together) else value
+
+
 class CPUStoredLinear(StoredLinear):
     """`StoredLinear` with grouped weights multiplied by the CPU's kernel; weights of other kinds are written out by torch.
 
@@ -216,12 +273,13 @@ class CPUStoredLinear(StoredLinear):
         self.biases: list[Tensor] | list[None] = [None] * len(self.values)
         if self.bias is not None:
             self.biases = [part.float() for part in self.bias.split([value.shape[0] for value in self.values])]
-        self.values = [
-            PackedWeight(value, self.dtype, bias, tiles=self.tiles)
-            if isinstance(value, GroupedWeight) and not pack_problem(value)
-            else value
-            for value, bias in zip(self.values, self.biases, strict=True)
-        ]
+        self.values = [self._pack(*both) for both in zip(self.values, self.biases, strict=True)]
+
+    def _pack(self, value: QuantizedWeight | Tensor, bias: Tensor | None) -> QuantizedWeight | Tensor:
+        if isinstance(value, GroupedWeight) and not pack_problem(value):
+            return PackedWeight(value, self.dtype, bias, tiles=self.tiles)
+        scaled = as_scaled(value)
+        return value if scaled is None else CPUScaledWeight(scaled, self.dtype, bias)
 
     def apply(self, x: Tensor) -> Tensor:
         """See `LinearMethod`."""
@@ -231,12 +289,12 @@ class CPUStoredLinear(StoredLinear):
     def multiply(self, x: Tensor, index: int) -> Tensor:
         """x [T, inputs] by `values[index]`, with its bias."""
         out, bias = super().multiply(x, index), self.biases[index]
-        return out if bias is None or isinstance(self.values[index], PackedWeight) else out + bias.to(out.dtype)
+        return out if bias is None or isinstance(self.values[index], RepackedWeight) else out + bias.to(out.dtype)
 
     @property
     def memory(self) -> Tensor | None:
         value = self.values[0] if len(self.values) == 1 else None
-        return value.words if isinstance(value, PackedWeight) else super().memory
+        return value.words if isinstance(value, RepackedWeight) else super().memory
 
 
 class QuantizedLinear(TorchLinear):

@@ -386,3 +386,45 @@ class QuantizedMatmul(Matmul):
         args[SCRATCH], args[SCRATCH_BYTES] = room + rounded, size
         args[COUNT] = self._items
         LAUNCHER.run(matmul, args, threads)
+
+
+SCALE_BLOCK, TOGETHER, STEP = range(EXTRA, EXTRA + 3)
+"""Further arguments of the scaled matmul: inputs that share a scale of the weight, and of a row; address of a float32, the step of every row."""
+
+
+class ScaledMatmul(Matmul):
+    """Matmul by a weight of 8 bits, fp8 or whole numbers, each times its scale. Rows stay as they are, or are rounded to that format first.
+
+    Args:
+        weight: address of bytes [outputs / ITEM][inputs][ITEM], outputs padded to whole items; the memory must outlive this object.
+        scales: address of float32 [outputs / ITEM][blocks][ITEM]; for fp8 256 times what they are, see `simd.from_fp8`.
+        step: address of a float32, the step by which all rows are rounded; 0 if each group of numbers finds its own.
+        bias: address of float32 [outputs], or 0.
+        block: inputs that share a scale: an even number that divides them.
+        whole: whole numbers (int8), not fp8 (e4m3).
+        together: numbers of a row that are rounded together; 0 if rows are not rounded.
+        bits: of the rows and the results, which are rounded alike: 32 (float32) or 16 (bf16).
+
+    Raises:
+        ValueError: `scaled_problem`.
+    """
+
+    def __init__(
+        self, weight: int, scales: int, step: int, bias: int, outputs: int, inputs: int, block: int, whole: bool,
+        together: int, bits: int,
+    ) -> None:  # fmt: skip
+        if problem := scaled_problem(inputs, block, together):
+            raise ValueError(problem)
+        lanes = math.gcd(host_lanes(), together or inputs)
+        form = -8 if whole else 8, int(together > 0), bits, lanes, host_lanes(), host_registers()
+        compiled = kernel("minivllm_kernels.cpu.matmul.scaled:matmul", *form)
+        own = weight, bias, scales, block, together, step
+        super().__init__(compiled, -(-outputs // ITEM), outputs, inputs, bits, bits, *own)
+
+
+def scaled_problem(inputs: int, block: int, together: int) -> str | None:
+    """Why the kernel cannot multiply with such a weight, or None."""
+    for size in (block, together or inputs):
+        if size < 2 or size % 2 or inputs % size:
+            return f"{inputs} inputs in groups of {size}: groups must be even, and divide the inputs"
+    return None
