@@ -334,12 +334,12 @@ class SharedStorageConnector(KVConnector):
         self._remove: Callable[[], Any] = lambda: None
 
     def clear(self) -> None:
-        """Go on in a new folder, which is removed with this object or by the next call, as no other engine knows its name.
+        """Go on in a new folder, which is removed with this object, by the next call, or after a kill by the next engine: no other one reads it.
 
         Blocks of the first weights stay for other engines.
         """
         self._remove()
-        self.folder = os.path.join(self._root, f"{self.namespace}-{secrets.token_hex(8)}")
+        self.folder = os.path.join(self._root, f"{self.namespace}-{secrets.token_hex(8)}-{os.getpid()}")
         self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def _path(self, key: Key) -> str:
@@ -374,11 +374,11 @@ class SharedStorageConnector(KVConnector):
 
 
 def remove_left(root: Path, *patterns: str) -> None:
-    """Remove what engines that are gone have left: files whose names end in the number of a process."""
+    """Remove what engines that are gone have left: files and folders whose names end in the number of a process."""
     for path in (path for pattern in patterns for path in root.glob(pattern)):
         with contextlib.suppress(OSError, ValueError):
             if not runs(int(path.name.rpartition("-")[2])):
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def runs(pid: int) -> bool:

@@ -211,7 +211,7 @@ class SharedStorageWorker(ConnectorWorker):
         extra = take_extra(config, shared_storage_path=..., max_bytes=None)
         self.root, self.max_bytes = Path(extra["shared_storage_path"]), extra["max_bytes"]
         self.root.mkdir(parents=True, exist_ok=True)
-        remove_left(self.root, "*/*.tmp-*")
+        remove_left(self.root, "*/*.tmp-*", f"{'?' * 24}-{'?' * 16}-*")  # and blocks of changed weights
         self._bytes = [cache[:, 0].nbytes for cache in kv_caches]
 
     def fetch(self, loads: Loads) -> dict[int, Tensor]:

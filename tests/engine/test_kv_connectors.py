@@ -729,6 +729,22 @@ def test_a_producer_goes_on_when_its_folder_refuses(tiny_model_path, want, tmp_p
     check_at_rest(first)
 
 
+def test_blocks_of_changed_weights_do_not_outlive_a_killed_engine(tmp_path, monkeypatch):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    config = KVTransferConfig(**transfer("SharedStorageConnector", shared_storage_path=str(tmp_path)))
+    engines = [SharedStorageConnector(config, 16, 1, 24 * name) for name in "abc"]
+    engines[0].clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: ended.pid)
+        engines[1].clear()
+    for engine in engines:
+        os.mkdir(engine.folder)
+        Path(engine.folder, "block-0.0").touch()
+    SharedStorageWorker(config, None, [torch.zeros(2, 3, 4)], None)
+    assert {str(path) for path in tmp_path.iterdir()} == {engines[0].folder, engines[2].folder}
+
+
 @pytest.fixture(scope="module")
 def reloaded(tmp_path_factory):
     """Two more checkpoints of the tiny model, and the tokens of an engine made of each."""
