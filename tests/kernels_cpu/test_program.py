@@ -141,7 +141,7 @@ def test_a_matmul_by_a_unit_for_bf16_is_right_and_a_row_the_same_in_any_batch(un
     bias = torch.randn(outputs) if biased else None
     memory = packed(weight, block)
     where = 0 if bias is None else bias.data_ptr()
-    product = PackedMatmul(memory.data_ptr(), outputs, inputs, inputs, block, where, **{unit: True})
+    matmul = PackedMatmul(memory.data_ptr(), outputs, inputs, inputs, block, where, **{unit: True})
 
     def times(x, threads=2):
         # what lies around the rows must be neither read into the result nor written over
@@ -171,10 +171,10 @@ def test_wide_results_are_rounded_as_narrow_ones(unit, biased):
     memory, results = packed(weight, 32), []
     for dtype, bits in ((torch.bfloat16, 16), (torch.float32, 32)):
         where = bias.data_ptr() if biased else 0
-        product = PackedMatmul(
+        matmul = PackedMatmul(
             memory.data_ptr(), 70, 64, 64, 32, where, out_bits=bits, **({unit: True} if unit else {})
         )
         results.append(torch.empty(67, 70, dtype=dtype))
-        product(x.data_ptr(), results[-1].data_ptr(), 67, 2)
+        matmul(x.data_ptr(), results[-1].data_ptr(), 67, 2)
     narrow, wide = results
     assert torch.equal(narrow.float(), wide) and wide.abs().sum() > 0
