@@ -25,7 +25,7 @@ from minivllm.core import ray_cluster
 from minivllm.core.config import EngineArgs
 from minivllm.engine.async_llm import AsyncLLM, EngineDeadError
 from minivllm.sampling.params import SamplingParams
-path, backend, place = sys.argv[1:]
+path, backend, place, transfer = sys.argv[1:]
 params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 async def ask(engine, name):
@@ -38,7 +38,8 @@ async def ask(engine, name):
 
 async def main():
     args = EngineArgs(model=path, dtype="float32", device="cpu", num_gpu_blocks=60, max_model_len=128,
-                      attention_backend="sdpa", distributed_executor_backend=backend, tensor_parallel_size=2)
+                      attention_backend="sdpa", distributed_executor_backend=backend, tensor_parallel_size=2,
+                      kv_transfer_config=json.loads(transfer))
     engine = AsyncLLM.from_engine_args(args, engine_in=place)
     asking = [asyncio.create_task(ask(engine, i)) for i in range(4)]
     await asyncio.sleep(0.5)
@@ -59,6 +60,7 @@ asyncio.run(main())
 DEATHS = {  # who is killed: (executor, where the engine is, what waiters hear)
     "front of ranks": ("mp", "process", None),
     "core": ("mp", "process", "the engine's process was killed by SIGKILL"),
+    "core with stores": ("mp", "process", "the engine's process was killed by SIGKILL"),
     "rank": ("mp", "process", "worker 1 of 2 (process {}) was killed by SIGKILL"),
     "front": ("ray", "thread", None),
     "worker": ("ray", "thread", "worker 1 of 2 (process {}) has died; Ray says"),
@@ -119,7 +121,11 @@ def test_after_a_kill_nothing_is_left(victim, tiny_model_path, tmp_path):
         pytest.importorskip("ray", reason="needs Ray: pip install 'minivllm[scale]'")
     env = dict(os.environ, OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1", TMPDIR=str(tmp_path))
     env.pop("RAY_ADDRESS", None)
-    command = [sys.executable, "-c", SERVE, str(tiny_model_path("llama")), backend, place]
+    stores, transfer = tmp_path / "stores", None
+    if "stores" in victim:  # each rank keeps blocks in memory that has a name there
+        extra = {"shared_storage_path": str(stores), "num_blocks": 8}
+        transfer = {"kv_connector": "PeerMemoryConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    command = [sys.executable, "-c", SERVE, str(tiny_model_path("llama")), backend, place, json.dumps(transfer)]
     front = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     assert front.stdout is not None
     pids, folder = json.loads(front.stdout.readline())
@@ -129,6 +135,7 @@ def test_after_a_kill_nothing_is_left(victim, tiny_model_path, tmp_path):
     if victim == "rank":
         pids["rank"] = second_rank(others)
     memory = shared_memory(all_pids)
+    assert len(list(stores.glob("store-*"))) == (2 if transfer else 0)
     os.kill(pids[victim.split()[0]], signal.SIGKILL)
     if victim == "guard":  # another one takes its place, and does its work
         wait_until(
@@ -146,6 +153,8 @@ def test_after_a_kill_nothing_is_left(victim, tiny_model_path, tmp_path):
     assert front.wait(60) == (-signal.SIGKILL if said is None else 0)
     wait_until(lambda: not any(map(runs, others)))
     wait_until(lambda: not (folder and Path(folder).exists()))
+    if transfer:
+        stores.rmdir()  # it is the user's, and empty
     assert not any(map(os.path.exists, memory)) and not list(tmp_path.iterdir())
 
 

@@ -255,17 +255,21 @@ class Worker:
         return found
 
 
-def die_with(sock: socket.socket, folder: str) -> None:
-    """End this process as soon as the other end of a socket has closed, and remove a folder then."""
+def die_with(sock: socket.socket, folder: str, workers: Sequence[Worker]) -> None:
+    """End this process as soon as the other end of a socket has closed. Before that, shut down the connectors of workers and remove a folder."""
     poll = select.poll()
     poll.register(sock, getattr(select, "POLLRDHUP", 0))  # and a hang-up, which is always reported
 
     def watch() -> None:
         poll.poll()
-        end = time.monotonic() + 5
-        while os.path.exists(folder) and time.monotonic() < end:  # another rank may have put a file there meanwhile
-            shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
+        try:
+            for runner in [worker.runner for worker in workers if worker.runner is not None]:
+                runner.shutdown_connector()
+            end = time.monotonic() + 5
+            while os.path.exists(folder) and time.monotonic() < end:  # another rank may have put a file there meanwhile
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os._exit(1)
 
     threading.Thread(target=watch, name="minivllm-watch", daemon=True).start()
 
@@ -326,11 +330,12 @@ def main(control: int, file: int, stacks: int, rank: int, size: int) -> int:
         launch: Launch = frames.receive()
     except EOFError:  # the engine has ended
         return 1
-    die_with(sock, launch.folder)
+    workers = list[Worker]()
+    die_with(sock, launch.folder, workers)
     logging.basicConfig(level=launch.log_level, format=f"%(asctime)s %(levelname)s %(name)s rank {rank}: %(message)s")
     try:
         load_plugins()
-        worker = Worker(launch)
+        workers.append(worker := Worker(launch))
     except Exception as error:  # noqa: BLE001 - said by the engine
         send_answer(frames, 0, rank, error, failed=True)
         return 1
