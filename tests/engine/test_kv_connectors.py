@@ -357,7 +357,7 @@ def test_blocks_that_are_gone_from_the_other_memory_are_computed(tiny_model_path
 
 
 def test_blocks_of_a_producer_that_was_started_again_are_read(tiny_model_path, want, tmp_path, monkeypatch):
-    """Their names are those of blocks that could not be read."""
+    """Their files have the names of blocks that could not be read before."""
     path, copy = str(tiny_model_path("llama")), PeerMemoryWorker._copy_here
     first, second = peer(path, tmp_path, "kv_producer"), peer(path, tmp_path, "kv_consumer", **SMALL)
     tokens(first)
