@@ -19,9 +19,10 @@ class Row:
 
     def __init__(self, tokens: list[int], root: int, computed: int, tables: list[list[int]], features=()) -> None:
         self.tokens, self.root, self.computed, self.tables, self.features = tokens, root, computed, tables, features
+        # what stands at a place instead of a token
         self.media = {
             f.mm_position.offset + i: (f.identifier, i) for f in features for i in range(f.mm_position.length)
-        }  # what stands at a place instead of a token
+        }
 
 
 class Memory:

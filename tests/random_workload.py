@@ -87,9 +87,8 @@ class Workload:
         )  # fmt: skip
         self.memory = self.make_memory()
         self.depth = rng.choice([1, 1, 2])
-        states = any(
-            g.spec.rules.is_state and "ring" not in dict(g.spec.options) for g in kv.groups
-        )  # cannot take back drafts
+        # such states cannot take back drafts
+        states = any(g.spec.rules.is_state and "ring" not in dict(g.spec.options) for g in kv.groups)
         if self.depth == 1 and not states and rng.random() < 0.6:
             self.memory.guess = self.guess
         self.flying: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()

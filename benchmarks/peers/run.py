@@ -49,7 +49,7 @@ INSTALL: dict[str, list[list[str]]] = {
     "llama-server": [["cmake", "ninja", "gguf", "numpy"]],
     "transformers": [["torch==2.13.0"], ["transformers==5.24.0", "accelerate", "safetensors"]],
 }
-# without PYTHONDONTWRITEBYTECODE modules are compiled once: caches are to be warm
+# peers write bytecode (no PYTHONDONTWRITEBYTECODE), so that a timed start does not compile modules again
 UNSET = ("OMP_WAIT_POLICY", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
 DRAFTING = {"vllm-cpu-ngram": "vllm-cpu", "llama-server-ngram": "llama-server"}
 ENVIRONMENT = {"transformers-cb": "transformers", "llama-batch": "llama-cpp-python", **DRAFTING}

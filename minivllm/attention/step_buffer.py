@@ -41,10 +41,8 @@ class StepBuffer:
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._fetched: list[torch.cuda.Event | None] = [None, None]
-        self._views: list[dict[object, tuple[np.ndarray, Tensor, int]]] = [
-            {},
-            {},
-        ]  # most steps reserve what the last did
+        # most steps reserve what the last did
+        self._views: list[dict[object, tuple[np.ndarray, Tensor, int]]] = [{}, {}]
         self._sent: list[dict[int, tuple[Tensor, Tensor]]] = [{}, {}]
 
     def begin(self) -> None:

@@ -334,19 +334,19 @@ class SharedStorageConnector(KVConnector):
         self._remove: Callable[[], Any] = lambda: None
 
     def clear(self) -> None:
-        """Go on in a new folder, which is removed with this object or by the next call, as no other engine knows its name.
+        """Go on in a new folder, which is removed with this object, by the next call, or after a kill by the next engine: no other one reads it.
 
         Blocks of the first weights stay for other engines.
         """
         self._remove()
-        self.folder = os.path.join(self._root, f"{self.namespace}-{secrets.token_hex(8)}")
+        self.folder = os.path.join(self._root, f"{self.namespace}-{secrets.token_hex(8)}-{os.getpid()}")
         self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
     def _path(self, key: Key) -> str:
         return os.path.join(self.folder, f"{key[1].hex()}-{key[0]}")
 
     def _file(self, key: Key) -> tuple[int, int] | None:
-        """Which file a block of rank 0 is; None if it is gone."""
+        """Inode and modification time (ns) of rank 0's file of a block; None if there is none."""
         try:
             status = os.stat(self._path(key) + ".0")
         except OSError:
@@ -366,7 +366,7 @@ class SharedStorageConnector(KVConnector):
         return self._path(key), key
 
     def forget(self, key: Key) -> None:
-        if (file := self._file(key)) is not None:  # another one under this name may be good
+        if (file := self._file(key)) is not None:  # a later file of this name may be good
             self._bad[key] = file
 
     def shutdown(self) -> None:
@@ -374,15 +374,15 @@ class SharedStorageConnector(KVConnector):
 
 
 def remove_left(root: Path, *patterns: str) -> None:
-    """Remove what engines that are gone have left: files whose names end in the number of a process."""
+    """Remove the files and folders of processes that have ended. patterns: globs of names in `root` that end in `-` and a process id."""
     for path in (path for pattern in patterns for path in root.glob(pattern)):
         with contextlib.suppress(OSError, ValueError):
             if not runs(int(path.name.rpartition("-")[2])):
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def runs(pid: int) -> bool:
-    """Whether there is such a process. One that has ended, and that its parent has not heard of (a zombie), does not run."""
+    """Whether a process runs. One that has ended and that its parent has not waited for (a zombie) does not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -393,7 +393,7 @@ def runs(pid: int) -> bool:
 
 
 def look_up_block(path: str) -> tuple[str, int, tuple[int, int]] | None:
-    """(store, slot, which file it was) of a block; None if it is gone."""
+    """(name of the store, slot, (inode, modification time in ns)) from the file of a block; None if it is gone or names no slot."""
     try:
         with open(path) as file:
             status = os.fstat(file.fileno())

@@ -118,24 +118,26 @@ def leave_cluster() -> None:
 
 
 def on_cluster_death(callback: Callable[[str], None]) -> None:
-    """Have a function called, in some thread, with what has ended, should the cluster of this machine lose a process that it cannot do
-    without. Ray itself would say it after a minute, and end this process then."""
+    """Have a function called if the cluster of this machine loses its raylet or its GCS, with a message that names it.
+
+    It is called in a thread that watches, or at once if that has happened. Ray itself would notice after a minute, and then end this process.
+    """
     _Connection.told.append(callback)
     if _Connection.death:
         callback(_Connection.death)
 
 
 def cluster_death() -> str:
-    """What the cluster has lost, so that no call to it will be answered; empty while it lives."""
+    """A message that names the process that the cluster has lost: it answers no call any more. Empty while it lives."""
     return _Connection.death
 
 
 def _watch(vital: dict[str, int]) -> None:
-    """Look at the processes of the cluster, and keep a guard, until there is another cluster, or none."""
+    """Look at the processes of the cluster, and start its guard again if that was killed, until the cluster is left or has lost one."""
     while True:
         ended = next((f"{name} (process {pid})" for name, pid in vital.items() if _has_ended(pid)), None)
         unguarded = _Connection.guard is not None and _Connection.guard.poll() is not None
-        if _Connection.vital is not vital:  # the cluster was left, and what has ended should have
+        if _Connection.vital is not vital:  # the cluster was left: its processes were to end
             return
         if ended is not None:
             _Connection.death = f"Ray's {ended} has ended, and its cluster with it"
@@ -148,7 +150,7 @@ def _watch(vital: dict[str, int]) -> None:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process is no more, even if its parent has not asked how it ended. Without `/proc` (macOS) it is not known."""
+    """Whether a process has ended, also if its parent has not waited for it (a zombie). Always False without `/proc` (macOS)."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in "ZX"
@@ -250,7 +252,7 @@ def _without_slow_imports(folder: str) -> str:
 
 
 def _end_guard(message: bytes = b"all is well") -> None:
-    """Have the guard end what is left, or only remove the folder. If it was killed, another one does it."""
+    """Have the guard remove the folder and, without a message, first end what is left. If it was killed, another guard does that."""
     if (guard := _Connection.guard) is not None:
         guard.communicate(message)
         if guard.returncode:

@@ -375,7 +375,8 @@ class EngineCore:
         """Call a method of every rank's model runner, between two steps. See `Executor.collective_rpc`.
 
         Raises:
-            ValueError: there is no such method, or it is one that the engine itself must know of. What the method raises.
+            ValueError: there is no such method, or it is one that the engine itself must know of.
+            Exception: what the method raises, AttributeError too.
         """
         if method in _ENGINES:
             raise ValueError(

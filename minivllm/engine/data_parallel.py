@@ -128,11 +128,11 @@ class DataParallelCore(RemoteCore):
         replica.num_tokens += request.num_prompt_tokens
 
     def engine_of(self, request_id: str) -> int:
-        """The replica of a request that has not ended; 0 for another."""
+        """The number of the replica that has a request; 0 if the request has ended or is unknown."""
         return self._home[request_id][0].index if request_id in self._home else 0
 
     def engine_stats(self) -> list[dict[str, float]]:
-        """`get_stats` and the generated tokens of each replica."""
+        """`get_stats` of each replica, with the tokens that it has generated (`generation_tokens`)."""
         return [
             core.get_stats() | {"generation_tokens": n} for core, n in zip(self.cores, self._generated, strict=True)
         ]

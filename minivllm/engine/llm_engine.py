@@ -75,7 +75,7 @@ class LLMEngine:
         self.input_processor = InputProcessor(config, tokenizer, self.generation_config)
         self.output_processor = OutputProcessor(tokenizer)
         self.num_prompt_tokens = self.num_generation_tokens = 0
-        self._prompt_tokens = Counter[int]()  # by engine, of a core that is several
+        self._prompt_tokens = Counter[int]()  # by engine, if the core is data-parallel
         self._told_about_seeds = self._closed = False
 
     @classmethod
@@ -280,7 +280,7 @@ class LLMEngine:
         return self.core.get_stats() | tokens
 
     def get_engine_metrics(self) -> list[dict[str, float]]:
-        """As `get_metrics`, of each engine of a data-parallel core; of another core, a list of one."""
+        """As `get_metrics`, for each engine of a data-parallel core; for another core, a list of one."""
         if (engine_stats := getattr(self.core, "engine_stats", None)) is None:
             return [self.get_metrics()]
         return [one | {"prompt_tokens": self._prompt_tokens[i]} for i, one in enumerate(engine_stats())]

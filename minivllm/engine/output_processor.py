@@ -237,9 +237,8 @@ class OutputProcessor:
             for index, (child_id, child) in enumerate(children.items())
         }
         metrics = RequestMetrics(arrival_time)
-        prompt_logprobs: list[dict[int, Any] | None] | None = (
-            None if params.prompt_logprobs is None else [None]
-        )  # nothing predicts the first token
+        # nothing predicts the first token
+        prompt_logprobs: list[dict[int, Any] | None] | None = None if params.prompt_logprobs is None else [None]
         state = RequestState(request_id, prompt, prompt_token_ids, params, states, metrics, prompt_logprobs)
         state.wants_vector = wants_vector
         self.requests[request_id] = state

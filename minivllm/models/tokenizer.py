@@ -19,10 +19,8 @@ from minivllm.models.hub import EMBEDDED_MODELS, resolve_model
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-GENERIC_CLASSES = (
-    "PreTrainedTokenizerFast",
-    "TokenizersBackend",
-)  # tokenizer.json says everything, no class adds to it
+# tokenizer.json says everything, no class adds to it
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def get_tokenizer(

@@ -13,12 +13,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-SEVERAL_FRAMES = (
-    "PNG",
-    "WEBP",
-    "GIF",
-    "TIFF",
-)  # not MPO, which PIL calls JPEG files of phones: the first picture is the picture
+# not MPO, as PIL calls the JPEG files of phones: their first picture is the one that is meant
+SEVERAL_FRAMES = ("PNG", "WEBP", "GIF", "TIFF")
 MAX_PIXELS = 64_000_000  # 192 MB as RGB
 
 

@@ -245,10 +245,8 @@ def measure_memory(plan: EnginePlan, decoder: Decoder) -> tuple[int, int] | None
     peak = peak_bytes(decoder, config.kv_cache, config.scheduler, config.speculative)
     graphs = 0 if args.enforce_eager else GRAPH_BYTES
     free, _ = torch.cuda.mem_get_info()
-    return (
-        free - peak - graphs + config.model.weight_bytes,
-        peak,
-    )  # `resolve` takes the weights off, but they are loaded
+    # `resolve` takes the weights off, but they are loaded
+    return free - peak - graphs + config.model.weight_bytes, peak
 
 
 def with_memory(plan: EnginePlan, measured: tuple[int, int] | None) -> EnginePlan:

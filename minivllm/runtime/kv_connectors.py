@@ -211,7 +211,7 @@ class SharedStorageWorker(ConnectorWorker):
         extra = take_extra(config, shared_storage_path=..., max_bytes=None)
         self.root, self.max_bytes = Path(extra["shared_storage_path"]), extra["max_bytes"]
         self.root.mkdir(parents=True, exist_ok=True)
-        remove_left(self.root, "*/*.tmp-*")
+        remove_left(self.root, "*/*.tmp-*", f"{'?' * 24}-{'?' * 16}-*")  # and blocks of changed weights
         self._bytes = [cache[:, 0].nbytes for cache in kv_caches]
 
     def fetch(self, loads: Loads) -> dict[int, Tensor]:
@@ -376,7 +376,7 @@ class PeerMemoryWorker(ConnectorWorker):
                 self._copiers[store] if store in self._copiers else self._copiers.setdefault(store, self._open(store))
             )
             places = {block: place for block, place in found.items() if place[0] == store}
-            if copy is None:  # the files of its blocks mean nothing now
+            if copy is None:  # it cannot be opened: the files of its blocks are of no use
                 for block in places:
                     with contextlib.suppress(OSError):
                         os.unlink(names[block])
@@ -461,9 +461,14 @@ def register_kv_connector(name: str, scheduler_side: type[KVConnector], worker_s
 def make_connector_worker(
     args: EngineArgs, backend: AttentionBackend, kv_caches: Sequence[Tensor], group: TensorGroup | None
 ) -> ConnectorWorker | None:
-    """The worker side of what `kv_transfer_config` asks for; None without. Raises ValueError if there is no such connector.
+    """The worker side of what `kv_transfer_config` asks for; None without.
 
-    group: the ranks of this one's pipeline stage, or None.
+    Args:
+        args: with `kv_transfer` and the numbers of ranks.
+        group: the ranks of this one's pipeline stage; None for one rank.
+
+    Raises:
+        ValueError: there is no such connector, or its extra configuration is wrong.
     """
     if (config := args.kv_transfer) is None:
         return None

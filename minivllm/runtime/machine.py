@@ -75,9 +75,8 @@ def _installed_memory() -> int:
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    status = (ctypes.c_uint64 * 8)(
-        64
-    )  # MEMORYSTATUSEX: length and load (two 32-bit numbers), then total and free bytes
+    # MEMORYSTATUSEX: length and load (two 32-bit numbers), then total and free bytes
+    status = (ctypes.c_uint64 * 8)(64)
     ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))  # type: ignore[attr-defined]
     return int(status[1])
 

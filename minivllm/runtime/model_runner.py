@@ -104,9 +104,8 @@ def step_bytes(config: EngineConfig) -> int:
 
 def table_sizes(config: KVCacheConfig, max_model_len: int) -> tuple[int, list[int]]:
     """Tokens that block tables have room for, and tokens of a block of each KV cache group."""
-    least = (
-        g.spec.block_size * g.spec.rules.num_blocks(g.spec, 1) for g in config.groups
-    )  # a ring of states may be longer
+    # a ring of states may be longer
+    least = (g.spec.block_size * g.spec.rules.num_blocks(g.spec, 1) for g in config.groups)
     return max(max_model_len, *least), [g.spec.block_size for g in config.groups]
 
 
@@ -279,9 +278,8 @@ class ModelRunner:
             if tag in self._parked:
                 self._parked[tag].restore()
                 del self._parked[tag]
-        self.model.bind(
-            self.config.kv_cache
-        )  # memory of a GPU is elsewhere now: what was captured of it is thrown away
+        # a GPU's memory has other addresses now: graphs captured with the old ones are thrown away
+        self.model.bind(self.config.kv_cache)
 
     def check_weights(self, weights: Weights) -> None:
         """Raises what is wrong with them, before anything has changed; reads them all. See `open_weights`, `Decoder.check_weights`."""

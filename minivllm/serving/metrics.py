@@ -82,7 +82,7 @@ class Metrics:
             name: Histogram(f"vllm:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
-        for engine in range(len(llm().get_engine_metrics())):  # they are there from the start
+        for engine in range(len(llm().get_engine_metrics())):  # so that they are shown before a request ends
             for histogram in self._histograms.values():
                 histogram.labels(model_name, str(engine))
 

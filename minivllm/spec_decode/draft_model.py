@@ -66,9 +66,8 @@ _Span = tuple[int, int, int]
 class _Known:
     computed: int = 0
     hashes: list[int] = field(default_factory=list)  # of the tokens up to the end of each block
-    guesses: Tokens = field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )  # computed behind those, and not known to be right
+    # computed behind those, and not known to be right
+    guesses: Tokens = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 class DraftCache:

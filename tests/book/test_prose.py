@@ -35,7 +35,6 @@ PREMISES = {
     "numba_kernels/cuda/wgmma": "9.0",
     "numba_kernels/cuda/decode": "132 256",
     "numba_kernels/cuda/fp8": "8.9 65504",
-    "numba_kernels/cpu/simd": "512",
     "numba_kernels/cpu/planning": "700",
     "numba_kernels/cpu/attention": "200",
     "runtime/model_runner": "40",

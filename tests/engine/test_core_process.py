@@ -312,9 +312,8 @@ def test_an_output_of_an_aborted_request_does_not_reach_its_namesake():
     proc._handle(*theirs.receive())
     client.abort(["a"])
     client.add_request(Request("a", [2], max_tokens=5))
-    proc._send(
-        "outputs", in_columns([EngineCoreOutput("a", [11])])
-    )  # of the first "a": the engine has not read the abort yet
+    # of the first "a": the engine has not read the abort yet
+    proc._send("outputs", in_columns([EngineCoreOutput("a", [11])]))
     assert client.step() == []
     for _ in range(2):
         proc._taken += 1

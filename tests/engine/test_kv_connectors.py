@@ -357,7 +357,7 @@ def test_blocks_that_are_gone_from_the_other_memory_are_computed(tiny_model_path
 
 
 def test_blocks_of_a_producer_that_was_started_again_are_read(tiny_model_path, want, tmp_path, monkeypatch):
-    """Their names are those of blocks that could not be read."""
+    """Their files have the names of blocks that could not be read before."""
     path, copy = str(tiny_model_path("llama")), PeerMemoryWorker._copy_here
     first, second = peer(path, tmp_path, "kv_producer"), peer(path, tmp_path, "kv_consumer", **SMALL)
     tokens(first)
@@ -727,6 +727,22 @@ def test_a_producer_goes_on_when_its_folder_refuses(tiny_model_path, want, tmp_p
     assert caplog.text.count("KV blocks are not kept: read-only") > 0 and store.read_bytes() != kept
     assert not set(tmp_path.glob("*/*.0")) - set(files)
     check_at_rest(first)
+
+
+def test_blocks_of_changed_weights_do_not_outlive_a_killed_engine(tmp_path, monkeypatch):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    config = KVTransferConfig(**transfer("SharedStorageConnector", shared_storage_path=str(tmp_path)))
+    engines = [SharedStorageConnector(config, 16, 1, 24 * name) for name in "abc"]
+    engines[0].clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: ended.pid)
+        engines[1].clear()
+    for engine in engines:
+        os.mkdir(engine.folder)
+        Path(engine.folder, "block-0.0").touch()
+    SharedStorageWorker(config, None, [torch.zeros(2, 3, 4)], None)
+    assert {str(path) for path in tmp_path.iterdir()} == {engines[0].folder, engines[2].folder}
 
 
 @pytest.fixture(scope="module")

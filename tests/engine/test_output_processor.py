@@ -178,9 +178,8 @@ def test_logprobs_offsets_and_their_sum():
 
 def test_logprobs_end_with_the_stop_string():
     processor = start(stop="b", logprobs=0)
-    core = EngineCoreOutput(
-        "r", ids("abc"), None, logprobs=[report(t, -1.0) for t in ids("abc")]
-    )  # three tokens in a step
+    # three tokens in a step
+    core = EngineCoreOutput("r", ids("abc"), None, logprobs=[report(t, -1.0) for t in ids("abc")])
     got = processor.process_outputs([core], now=0.0).request_outputs[0].outputs[0]
     assert (got.text, got.token_ids, len(got.logprobs), got.cumulative_logprob) == ("a", ids("ab"), 2, -2.0)
 

@@ -141,14 +141,14 @@ def test_a_matmul_by_a_unit_for_bf16_is_right_and_a_row_the_same_in_any_batch(un
     bias = torch.randn(outputs) if biased else None
     memory = packed(weight, block)
     where = 0 if bias is None else bias.data_ptr()
-    product = PackedMatmul(memory.data_ptr(), outputs, inputs, inputs, block, where, **{unit: True})
+    matmul = PackedMatmul(memory.data_ptr(), outputs, inputs, inputs, block, where, **{unit: True})
 
     def times(x, threads=2):
         # what lies around the rows must be neither read into the result nor written over
         around = torch.full((len(x) + 2, inputs), torch.nan, dtype=torch.bfloat16)
         around[1:-1] = x
         out = torch.full((len(x) + 2, outputs), -7.0, dtype=torch.bfloat16)
-        product(around[1:].data_ptr(), out[1:].data_ptr(), len(x), threads)
+        matmul(around[1:].data_ptr(), out[1:].data_ptr(), len(x), threads)
         assert (out[0] == -7).all() and (out[-1] == -7).all()
         return out[1:-1]
 
@@ -171,10 +171,8 @@ def test_wide_results_are_rounded_as_narrow_ones(unit, biased):
     memory, results = packed(weight, 32), []
     for dtype, bits in ((torch.bfloat16, 16), (torch.float32, 32)):
         where = bias.data_ptr() if biased else 0
-        product = PackedMatmul(
-            memory.data_ptr(), 70, 64, 64, 32, where, out_bits=bits, **({unit: True} if unit else {})
-        )
+        matmul = PackedMatmul(memory.data_ptr(), 70, 64, 64, 32, where, out_bits=bits, **({unit: True} if unit else {}))
         results.append(torch.empty(67, 70, dtype=dtype))
-        product(x.data_ptr(), results[-1].data_ptr(), 67, 2)
+        matmul(x.data_ptr(), results[-1].data_ptr(), 67, 2)
     narrow, wide = results
     assert torch.equal(narrow.float(), wide) and wide.abs().sum() > 0

@@ -180,9 +180,8 @@ def test_another_policy_parts_from_the_recording():
     run = recorded()
     with pytest.raises(ReplayDivergence, match=r"step \d+: the recording has .*, the replay ") as caught:
         replay(run, policy=ShortestFirst())
-    assert (
-        caught.value.step <= diff(run, recorded(ShortestFirst())).first_difference.step
-    )  # it compares more than decisions
+    # it compares more than decisions
+    assert caught.value.step <= diff(run, recorded(ShortestFirst())).first_difference.step
     assert caught.value.recorded != caught.value.replayed
 
 

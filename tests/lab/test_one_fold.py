@@ -57,9 +57,8 @@ def random_run(seed: int):
         if rng.random() < 0.05 and session.scheduler.requests:
             session.end(rng.choice(list(session.scheduler.requests)))
         states.append(session.scheduler.state())
-        lengths.append(
-            [lives[name] for name in states[-1].running]
-        )  # the requests themselves: they grow until they end
+        # the requests themselves: they grow until they end
+        lengths.append([lives[name] for name in states[-1].running])
     return trace, drafting, states, lengths
 
 

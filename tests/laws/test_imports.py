@@ -41,13 +41,8 @@ KERNEL_DOORS = {  # of attention, models and lora: an AttentionBackend, a LayerO
 }
 TORCH_DOOR = {"minivllm_kernels.cuda.ops"}  # the kernels behind torch calls; nothing else of the kernels may need it
 HEAVY = {"torch", "transformers", "tokenizers", "huggingface_hub"}
-CORE_MAY_IMPORT = {
-    "numpy",
-    "pandas",
-    "pyarrow",
-    "ray",
-    "minivllm",
-}  # besides the standard library; pandas, pyarrow and ray when asked for
+# besides the standard library; pandas, pyarrow and ray when asked for
+CORE_MAY_IMPORT = {"numpy", "pandas", "pyarrow", "ray", "minivllm"}
 
 
 def modules() -> list[Path]:

@@ -23,9 +23,8 @@ OPS = pytest.mark.parametrize("ops", ["torch", "numba_cpu"])
 
 def close(got, want):
     tolerance = 1e-5 if got.dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(
-        got.double(), want, rtol=tolerance, atol=3 * tolerance
-    )  # torch's chains round more than once
+    # torch's chains of operations round more than once
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=3 * tolerance)
 
 
 def rms(x, weight, eps):

@@ -76,6 +76,7 @@ def test_a_ragged_batch_equals_transformers(name, shared):
         assert (torch.tensor(got) - want).abs().max() < 1e-4
 
 
+# embeddings: room for one input
 CACHE = {
     "llava": 20,
     "gemma3": 4,
@@ -84,7 +85,7 @@ CACHE = {
     "qwen2_audio": 26,
     "llava-siglip": 20,
     "smolvlm": 20,
-}  # embeddings: room for one input
+}
 BLOCKS = {  # and the longest length that they hold
     "llava": (21, 144),
     "gemma3": (41, 144),

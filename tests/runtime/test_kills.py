@@ -1,4 +1,4 @@
-"""kill -9 of any process of an engine: every waiter is told, and no process, shared memory or folder is left."""
+"""kill -9 of each kind of process of an engine: waiters get an error, and no process, shared memory or folder is left."""
 
 import json
 import os

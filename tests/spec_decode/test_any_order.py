@@ -135,6 +135,7 @@ def play(llm, events, answer):
 
 
 WAYS = [(overlaps, swap) for overlaps in (False, True) for swap in (False, True)]
+# the place in WAYS of the one that the fast tests try
 QUICK = {
     "ngram": 3,
     "suffix": 2,
@@ -144,7 +145,7 @@ QUICK = {
     "eagle3": 3,
     "mtp": None,
     "object": 3,
-}  # the number of a way
+}
 
 
 @pytest.mark.parametrize(

@@ -225,9 +225,8 @@ def test_a_server_shows_it_live(path, browser):
         assert monitors() == []  # no one looks yet
         signed_in = browser.new_context(http_credentials={"username": "any", "password": "secret"})
         page, errors = signed_in.new_page(), []
-        page.on(
-            "console", lambda message: None if "401" in message.text else errors.append(message.text)
-        )  # then it signs in
+        # the first answer is 401, then the browser signs in
+        page.on("console", lambda message: None if "401" in message.text else errors.append(message.text))
         page.on(
             "request",
             lambda request: (

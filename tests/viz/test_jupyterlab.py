@@ -306,8 +306,7 @@ def test_nbconvert_makes_a_page_that_works_without_a_kernel(lab, folder, browser
     shown = page.locator(".mv-readout").all_inner_texts()
     assert len(shown) == len(OF_THE_TRACE) and set(shown) == {"step 21 of 79"}
     assert len(page.query_selector_all(".mv-dashboard, .mv-sampler-explorer")) == 2
-    assert all(
-        "/require.js/" in url or "/mathjax/" in url for url in outside
-    )  # nbconvert's own template asks for these
+    # nbconvert's own template asks for these
+    assert all("/require.js/" in url or "/mathjax/" in url for url in outside)
     assert errors == []
     page.close()

@@ -159,9 +159,8 @@ def test_a_model_is_asked_for_the_token(tiny):
     same = SamplerExplorer(tiny, trace=trace, request=output, step=2)
     assert same.data().bytes() == view.data().bytes()
     assert same.explain().equals(tiny.explain(trace, output, 2))
-    assert (
-        SamplerExplorer(tiny, trace=trace, step=2).summary() == view.summary()
-    )  # one request only: no need to name it
+    # one request only: no need to name it
+    assert SamplerExplorer(tiny, trace=trace, step=2).summary() == view.summary()
     text = view.summary()
     assert "Output token 2, after “hello" in text and "top_k" in text and "drawn with u" in text
 

@@ -130,9 +130,8 @@ def to_fp8(b: Any, x: Any, lanes: int) -> Any:
     odd = b.and_(b.lshr(size, const(20, lanes, I32)), const(1, lanes, I32))
     normal = b.lshr(b.add(b.add(size, odd), const(0x7FFFF, lanes, I32)), const(20, lanes, I32))
     normal = b.sub(normal, const(120 << 3, lanes, I32))
-    shifted = b.fadd(
-        b.bitcast(size, vec(lanes)), const(1.5 * 2**14, lanes)
-    )  # steps of 2 ** -9 stand in the lowest bits
+    # steps of 2 ** -9 stand in the lowest bits
+    shifted = b.fadd(b.bitcast(size, vec(lanes)), const(1.5 * 2**14, lanes))
     small = b.and_(b.bitcast(shifted, vec(lanes, I32)), const(15, lanes, I32))
     code = b.select(b.icmp_unsigned("<", size, least), small, normal)
     code = b.select(nan, const(0x7F, lanes, I32), code)
@@ -523,8 +522,12 @@ def tile_fma(b, tile: Tile, array: Array, index: Int, stride: Int, vectors: Tile
 def tile_dots(
     b, tile: Tile, rows: Array, at: Int, stride: Int, last: Int, weight: Array, w: Int, vectors: Const, lanes: Const
 ):
-    """Add, to the vector in row `r`, column `i`, the dot products of the pair of bf16 at `rows[at + min(r, last) * stride]` with each of
-    `lanes` pairs from `weight[w + i * lanes]` on. Both arrays are of 32 bits. An instruction of CPUs with AVX-512 BF16."""
+    """Add, to the vector in row `r`, column `i`, the dot products of one pair of bf16, at `rows[at + min(r, last) * stride]`, with each of
+    the `lanes` pairs from `weight[w + i * lanes]` on.
+
+    Both arrays have items of 32 bits, a pair each; sums are float32. `lanes` must be 16: the instruction, `vdpbf16ps`, is that of
+    a whole register. Only CPUs with AVX-512 BF16 have it, see `layout.host_dots`.
+    """
     bf16 = ir.VectorType(_BFloat16(), 2 * lanes)
     columns = [b.bitcast(weight.read(plus(b, w, i * lanes), vec(lanes, I32), 2), bf16) for i in range(vectors)]
     out = []

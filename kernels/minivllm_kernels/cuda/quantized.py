@@ -620,9 +620,8 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
         totals = cuda.local.array(SUMS, f32)
         grid_release()
         tiles = i32((size + 16 * MT - 1) // (16 * MT))
-        last = i32(
-            (size + 31) // 32 * 2 - MT
-        )  # the last block's outputs may lie over those before, which come out the same
+        # the last block's outputs may overlap those of the block before, and are equal there
+        last = i32((size + 31) // 32 * 2 - MT)
         mine, held = i32(first * (SLOTS * SLOT) + lane * 16), i32(first * (SLOTS * SLOT) + lane * (4 * W))
         tile, ahead = i32(cuda.blockIdx.x), i32(cuda.blockIdx.x) if first < UNITS else tiles
         turn, here, before, unit = i32(RING), i32(0), i32((SLOTS - 1) * SLOT), first

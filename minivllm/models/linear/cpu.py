@@ -98,12 +98,12 @@ def by_tiles(inputs: int) -> bool:
     return host_tiles() and inputs % (2 * TILE) == 0
 
 
-WIDENED = 2  # rows up to which reading is the limit, even of the kernel that widens a bf16 weight
+WIDENED = 2  # rows up to which the kernel that widens a bf16 weight is at least as fast: reading is its limit
 SMALL = 1 << 22  # numbers of a weight that a core's cache keeps while a step of many rows goes through it
 
 
 def few_rows(dtype: torch.dtype, tiles: bool, numbers: int = 0) -> float:
-    """Up to how many rows the numba kernel is the faster one, by the tile unit or without. numbers: of the weight."""
+    """Up to how many rows the numba kernel is faster than torch. tiles: it uses AMX. numbers: inputs times outputs of the weight."""
     if dtype != torch.bfloat16:
         return 16
     if not onednn_packs():

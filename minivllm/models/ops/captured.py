@@ -44,9 +44,8 @@ class Arena:
         size = -(-max(math.prod(shape) * dtype.itemsize, 1) // 64) * 64
         free = self._free.setdefault(size, [])
         memory = free.pop() if free else _cache_lines(size)
-        view = memory[
-            : math.prod(shape) * dtype.itemsize
-        ]  # torch holds this object as long as the tensor's storage lives
+        # torch holds this object as long as the tensor's storage lives
+        view = memory[: math.prod(shape) * dtype.itemsize]
         weakref.finalize(view, free.append, memory)
         return torch.from_numpy(view).view(dtype).view(*shape)
 

@@ -275,7 +275,7 @@ def die_with(sock: socket.socket, folder: str, workers: Sequence[Worker]) -> Non
 
 
 def await_end() -> None:
-    """Wait for what `die_with` has started to end this process: it removes the folder first."""
+    """Wait, for ever, for the thread of `die_with`, which removes the folder and ends this process."""
     threading.Event().wait()
 
 

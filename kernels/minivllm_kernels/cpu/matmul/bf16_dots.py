@@ -12,7 +12,7 @@ from minivllm_kernels.cpu.matmul.layout import ITEM
 from minivllm_kernels.cpu.simd import claim, floats_at, prefetch_rows, tile_dots, tile_store, tile_zeros
 
 """Matmul of several bf16 rows by a weight in oneDNN's packed order, by dot products of pairs (AVX-512 BF16). Sums are float32, in an
-order that does not depend on the number of rows: a row's result is bit-identical in any batch."""
+order that does not depend on the number of rows: a row's result is bit-identical in any batch of this kernel."""
 
 LANES, ROWS, NEAR = 16, 8, 2
 
@@ -24,19 +24,22 @@ def make_tile(rows: int) -> Any:
 
     @jit
     def tile(x, at, pairs, last, weight, stride, sums, ahead, tiles):
-        """sums[i * ITEM + n] = x[at + min(i, last) * pairs] . weight[n]; in pairs of inputs. ahead: what to prefetch of the weights, of which
-        each of `tiles` calls takes its part."""
-        products, w = tile_zeros(SUMS, LANES), 0
+        """sums[i * ITEM + n] = dot product of row min(i, last) and the weights of output n, for i < rows and n < ITEM.
+
+        x, weight: pairs of bf16, as items of 32 bits; row 0 starts at x[at] and has `pairs` items. stride: from a pair of an output to its
+        next, in items. sums: float32 [rows, ITEM]. ahead: where weight to prefetch starts, in items; each of `tiles` calls takes its part.
+        """
+        totals, w = tile_zeros(SUMS, LANES), 0
         for _ in range(pairs // tiles):
             prefetch_rows(weight, ahead, LANES, VECTORS, NEAR)
             ahead += stride
             for _ in range(tiles):
-                products = tile_dots(products, x, at, pairs, last, weight, w, VECTORS, LANES)
+                totals = tile_dots(totals, x, at, pairs, last, weight, w, VECTORS, LANES)
                 at, w = at + 1, w + stride
         for _ in range(pairs % tiles):
-            products = tile_dots(products, x, at, pairs, last, weight, w, VECTORS, LANES)
+            totals = tile_dots(totals, x, at, pairs, last, weight, w, VECTORS, LANES)
             at, w = at + 1, w + stride
-        tile_store(sums, 0, ITEM, VECTORS, products)
+        tile_store(sums, 0, ITEM, VECTORS, totals)
 
     return tile
 
