@@ -12,7 +12,7 @@ from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.outputs import FinishedRequest
 
 _ACCEPTED = "spec_decode_num_accepted_tokens"
-_OURS = {"spec_decode_proposer_failed", "weight_version"}  # vLLM has no such metrics
+_OURS = {"spec_decode_proposer_failed", "weight_version", "num_kv_load_failures"}  # vLLM has no such metrics
 _GAUGES = {
     "num_requests_running": "Requests in the running batch.",
     "num_requests_waiting": "Requests waiting to be admitted.",
@@ -23,6 +23,9 @@ _GAUGES = {
 _COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "external_prefix_cache_queries": "Prompt tokens looked up by the KV connector.",
+    "external_prefix_cache_hits": "Prompt tokens that the KV connector had.",
+    "num_kv_load_failures": "Steps in which blocks of the KV connector could not be loaded.",
     "num_preemptions": "Preemptions.",
     "prompt_tokens": "Prompt tokens of accepted requests.",
     "generation_tokens": "Tokens generated.",

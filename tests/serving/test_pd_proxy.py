@@ -112,6 +112,10 @@ async def test_two_servers_answer_as_one(tiny_args, tmp_path):
             streamed = (await client.post("/v1/completions", json=body | {"stream": True})).text
         hits = two.llm.llm_engine.get_metrics()["external_prefix_cache_hits"]
         assert hits == (answer["usage"]["prompt_tokens"] - 1) // 16 * 16 > 0
+        assert (
+            f'vllm:external_prefix_cache_hits_total{{engine="0",model_name="tiny"}} {hits:.1f}'
+            in two.get("/metrics").text
+        )
         assert two.llm.llm_engine.reset_prefix_cache()
         assert two.post("/v1/completions", body).json()["choices"][0]["text"] == answer["choices"][0]["text"]
         assert "[DONE]" in streamed and one.wait_at_rest() and two.wait_at_rest()
