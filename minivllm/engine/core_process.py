@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from minivllm.core.clock import WallClock
 from minivllm.core.config import EngineArgs, EngineConfig
+from minivllm.core.kv_connector import make_connector
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.plugins import load_plugins
 from minivllm.core.request import FinishReason, Request
@@ -408,6 +409,8 @@ class EngineCoreClient(RemoteCore):
         """End the process, and wait until it has ended. Twice is no error."""
         self._send("stop")
         self._end(30.0)
+        if self.process.wait() < 0 and (connector := make_connector(self.config)) is not None:
+            connector.shutdown()  # a process that was killed has not removed what its connector kept
         if self.grammar is not None:
             self.grammar.shutdown()
 
