@@ -161,7 +161,7 @@ def test_smollm2_with_padded_heads_takes_adapters_drafts_and_structure(smollm2_p
     write_adapter(tmp_path / "one", smollm2_path, "_proj")
     adapters = [LoRARequest("one", 1, str(tmp_path / "one")), None] * 3
     choice = StructuredOutputsParams(choice=["yes, of course", "no, never"])
-    params = [SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)] * 6
+    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 6
     params[1] = SamplingParams(temperature=0, max_tokens=20, structured_outputs=choice)
     changes = {**SIZES, "num_gpu_blocks": 7, "max_model_len": 80, "enable_lora": True}
     changes["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "dynamic_length": False}
