@@ -20,11 +20,12 @@ import llvmlite.binding as llvm
 from minivllm.attention import numba_cpu
 from minivllm.models.linear.grouped import GroupedWeight
 from minivllm.models.linear.layer import Linear
-from minivllm.models.linear.quantized import PackedWeight
+from minivllm.models.linear.quantized import CPUScaledWeight, PackedWeight
+from minivllm.models.linear.scaled import FP8, quantize_channels
 from minivllm_kernels.cpu import attention as cpu_attention
-from minivllm_kernels.cpu.compile import LIBC, machine_for, only, to_llvm
+from minivllm_kernels.cpu.compile import LIBC, host_is_x86, host_lanes, machine_for, only, to_llvm
 from minivllm_kernels.cpu.features import LEVELS, VARIABLE
-from minivllm_kernels.cpu.matmul import bf16_dots, gemv, packed, quantized
+from minivllm_kernels.cpu.matmul import bf16_dots, gemv, packed, quantized, scaled
 from minivllm_kernels.cpu.matmul.layout import FOURS, PAIRS, PLAIN
 
 HERE = {*llvm.get_host_cpu_features().flatten().split(",")}
@@ -54,6 +55,24 @@ def test_matmul_and_attention_are_right():
     case = Case(spec, [(1, 40), (9, 50)])
     got = case.run(numba_cpu.NumbaCPUBackend()).double()
     torch.testing.assert_close(got, case.expected(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("format", [FP8, torch.int8])
+def test_weights_with_scales_are_right(format):
+    """By a kernel, but fp8 on a CPU that cannot read it: torch writes it out there."""
+    torch.manual_seed(0)
+    layer, weight = (
+        Linear(64, {"all": 40}, dtype=torch.float32, device=torch.device("cpu"), method="cpu"),
+        torch.randn(40, 64),
+    )
+    stored = quantize_channels(weight, format)
+    layer.load("all", "weight", stored)
+    layer.method.process_weights_after_loading()
+    reads = format == torch.int8 or not host_is_x86() or host_lanes() > 4
+    assert isinstance(layer.method.values[0], CPUScaledWeight) == reads
+    x = torch.randn(5, 64)
+    want = stored.round_activations(x) @ stored.dequantize().T
+    torch.testing.assert_close(layer(x), want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("coded", [False, True])
@@ -111,6 +130,7 @@ KERNELS = {
     "attention": lambda lanes, registers: cpu_attention.attend(64, 3, 16, 16, 16, lanes, registers),
     "fp8 attention": lambda lanes, registers: cpu_attention.attend(64, 3, 16, 16, 8, lanes, registers),
     "gemv": lambda lanes, registers: gemv.matmul(16, lanes, registers),
+    "scaled": lambda lanes, registers: scaled.matmul(8, 1, 16, lanes, lanes, registers),
     "packed": lambda lanes, registers: packed.matmul(16, lanes, registers, 64),
 }
 DOTS = {  # triple, CPU, features, unit, lanes, registers; the instruction that does the work
@@ -145,6 +165,8 @@ def assembly_of(body, triple, cpu, features):
         ("fp8 attention", "neon"),
         ("gemv", "neon"),
         ("packed", "avx2"),
+        ("scaled", "avx2"),
+        ("scaled", "neon"),
     ],
 )
 def test_other_machines_get_vector_code_and_no_scalar_loop(kernel, target):

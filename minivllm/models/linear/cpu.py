@@ -120,13 +120,8 @@ def explain(dtype: torch.dtype) -> str:
     if limit == math.inf:
         return "numba, each weight read once; this CPU has no bf16 arithmetic for torch to use"
     then = "oneDNN with weights packed once" if dtype == torch.bfloat16 else "torch"
-    unit = (
-        " with the CPU's tile unit"
-        if tiles
-        else " by dot products of pairs"
-        if limit > 4
-        else " at the speed of memory"
-    )
+    how = " by dot products of pairs" if limit > 4 else " at the speed of memory"
+    unit = " with the CPU's tile unit" if tiles else how
     large = f" ({few_rows(dtype, tiles, SMALL + 1)} by a large weight)" if tiles else ""
     return f"up to {limit} rows numba{unit}{large}, more rows {then}"
 

@@ -267,9 +267,9 @@ class FP8Linear(TorchLinear):
         if "weight" in self.weights:
             weight = self.weights.pop("weight")
             self.dtype = weight.dtype
-            self.value = packed(quantize_channels(weight, FP8), self.dtype)
-            if isinstance(self.value, ScaledWeight):
-                self.value = self._for_cpu(self.value) or self.value
+            self.value, self._added = packed(quantize_channels(weight, FP8), self.dtype), self.bias
+            if isinstance(self.value, ScaledWeight) and (ours := self._for_cpu(self.value)) is not None:
+                self.value, self._added = ours, None  # its kernel adds the bias
 
     def _for_cpu(self, value: ScaledWeight) -> QuantizedWeight | None:
         here = value.q.device.type == "cpu" and self.dtype in (torch.float32, torch.bfloat16)
@@ -283,7 +283,7 @@ class FP8Linear(TorchLinear):
     def apply(self, x: Tensor) -> Tensor:
         """See `LinearMethod`."""
         out = self.value.apply(x)
-        return out if self.bias is None or hasattr(self.value, "bias") else out + self.bias
+        return out if self._added is None else out + self._added
 
     @property
     def weight(self) -> Tensor:

@@ -248,7 +248,8 @@ def as_scaled(value: QuantizedWeight | Tensor) -> ScaledWeight | None:
     if not isinstance(value, ScaledWeight):
         return None
     together = value.block if value.activations == "group" else value.shape[1]
-    return None if scaled_problem(value.shape[1], value.block, together) else value
+    whole = value.q.dtype == torch.int8
+    return None if scaled_problem(value.shape[1], value.block, together, whole) else value
 
 
 class CPUStoredLinear(StoredLinear):

@@ -16,6 +16,7 @@ from minivllm_kernels.cpu.compile import (
     COUNT,
     OWN,
     Kernel,
+    host_is_x86,
     host_lanes,
     host_machine,
     host_registers,
@@ -413,7 +414,7 @@ class ScaledMatmul(Matmul):
         self, weight: int, scales: int, step: int, bias: int, outputs: int, inputs: int, block: int, whole: bool,
         together: int, bits: int,
     ) -> None:  # fmt: skip
-        if problem := scaled_problem(inputs, block, together):
+        if problem := scaled_problem(inputs, block, together, whole):
             raise ValueError(problem)
         lanes = math.gcd(host_lanes(), together or inputs)
         form = -8 if whole else 8, int(together > 0), bits, lanes, host_lanes(), host_registers()
@@ -422,8 +423,10 @@ class ScaledMatmul(Matmul):
         super().__init__(compiled, -(-outputs // ITEM), outputs, inputs, bits, bits, *own)
 
 
-def scaled_problem(inputs: int, block: int, together: int) -> str | None:
+def scaled_problem(inputs: int, block: int, together: int, whole: bool) -> str | None:
     """Why the kernel cannot multiply with such a weight, or None."""
+    if not whole and host_is_x86() and host_lanes() == 4:
+        return "its kernel reads fp8 by F16C, which this CPU lacks"
     for size in (block, together or inputs):
         if size < 2 or size % 2 or inputs % size:
             return f"{inputs} inputs in groups of {size}: groups must be even, and divide the inputs"
