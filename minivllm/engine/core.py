@@ -332,6 +332,14 @@ class EngineCore:
             else:
                 logger.info("the trace of %d steps is in %s", writer.num_steps, place)
 
+    def engine_of(self, request_id: str) -> int:
+        """The number of the engine that has a request: always 0, but for a data-parallel core."""
+        return 0
+
+    def engine_stats(self) -> list[dict[str, float]]:
+        """`get_stats` of each engine: of one, but for a data-parallel core."""
+        return [self.get_stats()]
+
     def get_stats(self) -> dict[str, float]:
         """Gauges of this moment and counters since the start; the names are those of vLLM's metrics."""
         scheduler = self.scheduler
@@ -376,18 +384,13 @@ class EngineCore:
 
         Raises:
             ValueError: there is no such method, or it is one that the engine itself must know of.
-            Exception: what the method raises, AttributeError too.
+            Exception: what the method raises.
         """
         if method in _ENGINES:
             raise ValueError(
                 f"collective_rpc({method!r}) would go past the engine, which has {_ENGINES[method]}() for it"
             )
-        try:
-            return self._call_ranks(method, *args, timeout=timeout, **(kwargs or {}))
-        except AttributeError as error:
-            if str(error) != f"'ModelRunner' object has no attribute {method!r}":  # the method's own
-                raise
-            raise ValueError(f"collective_rpc({method!r}): {error}") from error
+        return self._call_ranks(method, *args, timeout=timeout, **(kwargs or {}))
 
     def _call_ranks(self, method: str, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         self.drain()

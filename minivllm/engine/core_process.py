@@ -184,6 +184,7 @@ class RemoteCore:
     grammar: GrammarCompiler | None = None
     asleep: Mapping[str, str] = MappingProxyType({})  # see `EngineCore.missing`; of one core
     collective_rpc: Callable[..., list[Any]]
+    get_stats: Callable[[], dict[str, float]]
 
     @property
     def scheduler(self) -> Any:
@@ -203,6 +204,14 @@ class RemoteCore:
     def apply_model(self, function: Function) -> list[Any]:
         """See `EngineCore.apply_model`. What the function returns must be able to cross, see `engine.wire`."""
         return self.collective_rpc("apply_model", args=(pack_function(function),))
+
+    def engine_of(self, request_id: str) -> int:
+        """See `EngineCore.engine_of`."""
+        return 0
+
+    def engine_stats(self) -> list[dict[str, float]]:
+        """See `EngineCore.engine_stats`."""
+        return [self.get_stats()]
 
     def watch(self, callback: Callable[[], None]) -> None:
         """There is no need: a file becomes readable, see `fileno`."""

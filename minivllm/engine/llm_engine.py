@@ -74,8 +74,8 @@ class LLMEngine:
         self.clock = core.clock
         self.input_processor = InputProcessor(config, tokenizer, self.generation_config)
         self.output_processor = OutputProcessor(tokenizer)
-        self.num_prompt_tokens = self.num_generation_tokens = 0
-        self._prompt_tokens = Counter[int]()  # by engine, if the core is data-parallel
+        self.num_generation_tokens = 0
+        self._prompt_tokens = Counter[int]()  # by engine
         self._told_about_seeds = self._closed = False
 
     @classmethod
@@ -232,10 +232,8 @@ class LLMEngine:
         except Exception:
             self.abort_request([request_id])
             raise
-        self.num_prompt_tokens += len(given.prompt_token_ids)
-        if (engine_of := getattr(self.core, "engine_of", None)) is not None:
-            engine = self.output_processor.requests[request_id].engine = engine_of(next(iter(children)))
-            self._prompt_tokens[engine] += len(given.prompt_token_ids)
+        engine = self.output_processor.requests[request_id].engine = self.core.engine_of(next(iter(children)))
+        self._prompt_tokens[engine] += len(given.prompt_token_ids)
 
     def _tell_about_seeds(self) -> None:
         """Say once that a seed alone does not fix the tokens, if the logits depend on what else is in the batch."""
@@ -276,14 +274,16 @@ class LLMEngine:
 
     def get_metrics(self) -> dict[str, float]:
         """Counters since the start, and gauges of this moment; the names are those of vLLM's metrics."""
-        tokens = {"prompt_tokens": self.num_prompt_tokens, "generation_tokens": self.num_generation_tokens}
+        tokens = {"prompt_tokens": self._prompt_tokens.total(), "generation_tokens": self.num_generation_tokens}
         return self.core.get_stats() | tokens
 
     def get_engine_metrics(self) -> list[dict[str, float]]:
         """As `get_metrics`, for each engine of a data-parallel core; for another core, a list of one."""
-        if (engine_stats := getattr(self.core, "engine_stats", None)) is None:
-            return [self.get_metrics()]
-        return [one | {"prompt_tokens": self._prompt_tokens[i]} for i, one in enumerate(engine_stats())]
+        all_tokens = {
+            "generation_tokens": self.num_generation_tokens
+        }  # a data-parallel core has counted its engines' own
+        stats = enumerate(self.core.engine_stats())
+        return [all_tokens | one | {"prompt_tokens": self._prompt_tokens[i]} for i, one in stats]
 
     @contextmanager
     def record(self, samples: bool = False, ranks: bool = False) -> Iterator[Trace]:

@@ -348,7 +348,7 @@ class UniProcExecutor(ExecutorBase):
         return record.explain(self.runner.sampler, self.runner.grammar, tokenizer, top)
 
     def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Future[list[Any]]":
-        return one_rank(getattr(self.runner, method)(*args, **kwargs))
+        return one_rank(find_method(method, self.runner)(*args, **kwargs))
 
     def shutdown(self) -> None:
         self._thread.shutdown()
@@ -358,6 +358,15 @@ class UniProcExecutor(ExecutorBase):
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def find_method(name: str, *holders: Any) -> Callable[..., Any]:
+    """The method of the first of `holders` that has it. Raises ValueError if none has."""
+    for holder in holders:
+        if hasattr(holder, name):
+            found: Callable[..., Any] = getattr(holder, name)
+            return found
+    raise ValueError(f"collective_rpc({name!r}): {type(holders[-1]).__name__!r} object has no attribute {name!r}")
 
 
 def one_rank(result: Any) -> "Future[list[Any]]":

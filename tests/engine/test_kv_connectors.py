@@ -19,7 +19,6 @@ import psutil
 import pytest
 import torch
 from chapter import chapter_cells
-from ranks import LOOPBACK, listening
 from tiny_models import hf_model, randomise, save_tiny_model, tiny_model_path
 
 from minivllm.core.config import EngineArgs, KVTransferConfig
@@ -610,17 +609,26 @@ def free_port() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_recipe_over_tcp_listens_where_it_is_told_and_until_its_end(recipe):
-    extra = {"address": f"tcp://127.0.0.1:{free_port()}", "num_blocks": 3}
+    port = free_port()
+    extra = {"address": f"tcp://127.0.0.1:{port}", "num_blocks": 3}
     config = KVTransferConfig(**transfer("TCPConnector", "kv_producer", **extra))
     caches = [torch.arange(24.0).view(2, 3, 4)]
-    before, worker = listening([os.getpid()]), recipe.TCPWorker(config, None, caches, None)
+
+    def addresses():
+        return [
+            one.laddr.ip
+            for one in psutil.Process().net_connections()
+            if one.laddr and one.laddr.port == port and one.status == "LISTEN"
+        ]
+
+    worker = recipe.TCPWorker(config, None, caches, None)
     worker.save([(1, ("a", (0, b"")))])
-    assert listening([os.getpid()]) - before == {"0100007F"} < LOOPBACK
+    assert addresses() == ["127.0.0.1"]
     assert worker.load(((("b", (0, b"")), 2), (("a", (0, b"")), 0))) == {2}
     assert torch.equal(caches[0][:, 0], caches[0][:, 1]) and not torch.equal(caches[0][:, 0], caches[0][:, 2])
     del worker
     gc.collect()
-    assert listening([os.getpid()]) == before
+    assert addresses() == []
 
 
 HOLDS = """

@@ -30,7 +30,7 @@ from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.plugins import load_plugins
 from minivllm.models.parallel import Adder, Share, Spans, Stage, TensorGroup
 from minivllm.models.tokenizer import get_tokenizer
-from minivllm.runtime.executor import EnginePlan, load_decoder, measure_memory, read_model
+from minivllm.runtime.executor import EnginePlan, find_method, load_decoder, measure_memory, read_model
 from minivllm.runtime.executors.broadcast import Frames, Ring
 from minivllm.runtime.machine import keep_freed_memory, settle_vector_math
 from minivllm.runtime.model_runner import ModelRunner
@@ -228,8 +228,7 @@ class Worker:
 
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a call from the engine returns."""
-        target = getattr(self, method, None) or getattr(self.runner, method)
-        return target(*args, **kwargs)
+        return find_method(method, self, self.runner)(*args, **kwargs)
 
     def close(self) -> None:
         """Leave the other ranks."""
