@@ -3,7 +3,7 @@
     python benchmarks/decode_step.py [--output FOLDER] [--context 1024] [--batch 1 16 64 256] [--products 1 2 4 8 16]
 
 The model has the shape of Qwen3-0.6B and random bfloat16 weights. A step is what the engine's model runner replays as one
-CUDA graph, with the product that gives the logits and the choice of the likeliest token behind it. The floor is the time
+CUDA graph, with the matmul that gives the logits and the choice of the likeliest token in it, or, of more than 64 rows, behind it. The floor is the time
 in which the card, at the bandwidth of a copy measured in the same run (bytes read plus bytes written), moves the weights
 and the keys and values once. Then, for small batches, the same step with every product by cuBLAS, and by our own kernels.
 """
@@ -11,6 +11,7 @@ and the keys and values once. Then, for small batches, the same step with every 
 import argparse
 import json
 import math
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
 from minivllm.models.linear import cuda as cuda_linear
 from minivllm.runtime.decode_graphs import DecodeGraphs
+from minivllm.runtime.model_runner import GREEDY_ROWS
 from minivllm_kernels.cuda.launch import _launches as launches
 
 QWEN3 = {
@@ -67,15 +69,25 @@ def step_ms(decoder: Decoder, batch: int, context: int) -> tuple[float, float]:
     key = fixed.fill(host)
     buffer.send()
 
-    def make():
+    def choose(hidden):
+        return decoder.ops.argmax(decoder.compute_logits(hidden))[0]
+
+    def make(chooses):
+        def step():
+            hidden = decoder.forward(token_ids, positions, caches, [plan])
+            return (hidden, choose(hidden)) if chooses else (hidden,)
+
         plan = fixed.plan()
-        return lambda: decoder.forward(token_ids, positions, caches, [plan]), plan
+        return step, plan
+
+    def layers():
+        return graphs.run((False, key), partial(make, False))[0]
 
     def whole():
-        return decoder.compute_logits(graphs.run(key, make)).max(-1).indices
+        return graphs.run((True, key), partial(make, True)) if batch <= GREEDY_ROWS else choose(layers())
 
-    whole()
-    return median_ms(lambda: graphs.run(key, make)), median_ms(whole)
+    layers(), whole()
+    return median_ms(layers), median_ms(whole)
 
 
 def by_product(decoder: Decoder, batches: list[int], context: int) -> list[dict]:

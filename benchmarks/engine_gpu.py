@@ -100,7 +100,8 @@ class GpuTime:
 
         def end(*args: Any) -> Any:
             result = choose(*args)
-            self.pairs[-1][1].record()
+            if not torch.cuda.is_current_stream_capturing():
+                self.pairs[-1][1].record()
             return result
 
         runner.buffer.send, runner._forward_buffered, runner.sampler._argmax = begin, layers, end

@@ -242,6 +242,19 @@ class Plan:
     slot_mapping: Tensor
 
 
+class KnownTokens(NamedTuple):
+    """Tokens of requests by row, on a device that knows them before the host does.
+
+    Attributes:
+        ids: int32 [rows, longest]. counts: int64 [rows], how many there are.
+        guesses: int32 [rows, k], draft tokens that follow them; `NOT_DRAFTED` for none.
+    """
+
+    ids: Tensor
+    counts: Tensor
+    guesses: Tensor
+
+
 class FixedDecode(Protocol):
     """A step of up to N requests with one token each, for a CUDA graph: sizes and addresses are fixed, contents are not.
 
@@ -250,6 +263,16 @@ class FixedDecode(Protocol):
 
     def fill(self, batch: AttentionBatch) -> Hashable:
         """Write this step's arrays. Gives what the launches depend on: a graph is good for one such value."""
+        ...
+
+    def place(self, token_ids: Tensor, positions: Tensor, places: Tensor, rows: Tensor, tokens: KnownTokens) -> None:
+        """Correct the step on the device, for tokens that the host planned as if all draft tokens of the step before were accepted.
+
+        Args:
+            token_ids, positions: int64 [N], overwritten like the slots and lengths of the plan.
+            places: int32 [N]: how far a token stands behind the newest of its row; below 0 for one that is planned right.
+            rows: int64 [N], of `tokens`.
+        """
         ...
 
     def plan(self) -> Plan:

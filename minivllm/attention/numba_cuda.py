@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, Plan
+from minivllm.attention.backend import FP8, AttentionBackend, AttentionBatch, AttentionSpec, KnownTokens, Plan
 from minivllm.attention.step_buffer import StepBuffer
 
 if TYPE_CHECKING:
@@ -142,27 +142,25 @@ class NumbaCudaFixedDecode:
 
     def fill(self, batch: AttentionBatch) -> tuple[int, int]:
         spec, count = self.spec, batch.num_reqs
-        rows = np.arange(count)
-        work = cuda_ops().decode_work(
-            self.shape,
-            spec.num_kv_heads,
-            batch.seq_lens,
-            rows,
-            rows,
-            self.buffer.device,
-            spec.sliding_window,
-            spec.chunk,
-        )
+        sequences = self.shape, spec.num_kv_heads, batch.seq_lens, None, None
+        work = cuda_ops().decode_work(*sequences, self.buffer.device, spec.sliding_window, spec.chunk)
         self._slots[:count], self._slots[count:] = batch.slot_mapping, 0
+        start = self.buffer.used // np.dtype(np.int32).itemsize
         table, _ = self.buffer.reserve(batch.block_table.shape, np.int32)
         table[...] = batch.block_table
-        start = (table.ctypes.data - self.buffer.host_address) // table.itemsize
         items, used = self._items, len(work.items)
         items[:used], items[used:] = work.items, -1
         items[:used, 0] = start + work.items[:, 0] * table.shape[1]
+        items[:used, 7] = work.items[:, 3]  # for `place`
         launched = self._rungs[bisect.bisect_left(self._rungs, used)]
         self.warps, self.items = work.warps, self.items[:launched]
         return work.warps, launched
+
+    def place(self, token_ids: Tensor, positions: Tensor, places: Tensor, rows: Tensor, tokens: KnownTokens) -> None:
+        slots, block_size = self.slot_mapping, self.spec.block_size
+        cuda_ops().place_tokens(
+            token_ids, positions, slots, places, rows, self.items, self.buffer.words, *tokens, block_size
+        )
 
     def plan(self) -> NumbaCudaPlan:
         spec = self.spec

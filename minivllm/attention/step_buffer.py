@@ -15,6 +15,18 @@ MAX_VIEWS = 1024  # that a buffer remembers
 _TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 
 
+_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """As `torch.cuda.current_stream`, which makes an object at each call."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    if key not in _streams:
+        _streams[key] = torch.cuda.current_stream(device)
+    return _streams[key]
+
+
 class BufferFull(ValueError):
     """The arrays of a step do not fit into its `StepBuffer`."""
 
@@ -31,6 +43,7 @@ class StepBuffer:
 
     Attributes:
         words: int32 view of the whole buffer on the device.
+        used: bytes that are taken; the next array begins there.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -52,11 +65,6 @@ class StepBuffer:
         self.used = 0
         if (event := self._fetched[0]) is not None:
             event.synchronize()
-
-    @property
-    def host_address(self) -> int:
-        """Address of the first byte of this step's host copy."""
-        return self._hosts[0].data_ptr()
 
     def reserve(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> tuple[np.ndarray, Tensor]:
         """Room for an int32 or int64 array: the host array, to be written before `send`, and the tensor on the device.
@@ -99,4 +107,4 @@ class StepBuffer:
         there.copy_(here, non_blocking=True)
         if self.device.type == "cuda":
             event = self._fetched[0] = self._fetched[0] or torch.cuda.Event()
-            event.record()
+            event.record(current_stream(self.device))

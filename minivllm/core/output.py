@@ -76,6 +76,8 @@ class SchedulerOutput:
         swap_in: `(cpu block, gpu block)` copies to make before the step.
         lora_loads: `(slot, adapter)` to load before the step, in this order.
         scheduled_spec_decode_tokens: draft tokens to verify, by request: the last of its scheduled tokens, which are not known yet.
+        drafts_on_device: the device knows these, and the newest token of each request; `NOT_DRAFTED` stands for such a draft token, and
+            all are scheduled as if every draft token of the step before were accepted.
         free_encoder_mm_hashes: encoder outputs to drop before the step.
         scheduled_encoder_inputs: to encode before the step, after these were dropped. They carry their data.
         recorded: a trace is kept, so what it wants to know of the step is to be counted.
@@ -93,6 +95,7 @@ class SchedulerOutput:
     swap_in: tuple[tuple[int, int], ...] = ()
     lora_loads: tuple[tuple[int, str], ...] = ()
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
+    drafts_on_device: bool = False
     free_encoder_mm_hashes: tuple[str, ...] = ()
     scheduled_encoder_inputs: tuple[MultiModalFeatureSpec, ...] = ()
     recorded: bool = False
@@ -111,6 +114,7 @@ class ModelRunnerOutput:
         failed_loras: adapters of `lora_loads` that could not be loaded, with the reason; what was computed with them is wrong.
         pooled: vectors or class scores of requests that wanted these and no tokens; these requests have ended.
         draft_token_ids: guesses at the tokens after the newest one, for the next step to verify.
+        device_draft_token_ids: of a step with `drafts_on_device`, the draft tokens that were verified.
         num_accepted_tokens: how many of a request's sampled tokens are draft tokens; if not said, all but the last.
         proposer_error: why there are no more draft tokens.
         expert_loads: of a recorded step, (layer, tokens that each of its experts took) of the layers with experts.
@@ -127,6 +131,7 @@ class ModelRunnerOutput:
     failed_loras: dict[str, str] = field(default_factory=dict)
     pooled: dict[str, list[Any]] = field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
+    device_draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     num_accepted_tokens: dict[str, int] = field(default_factory=dict)
     proposer_error: str | None = None
     expert_loads: tuple[tuple[int, tuple[int, ...]], ...] = ()

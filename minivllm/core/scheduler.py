@@ -26,7 +26,7 @@ from minivllm.core.policy import POLICIES, Listener, Policy, PolicyError, Policy
 from minivllm.core.recorder import Recorder
 from minivllm.core.request import FinishReason, Request, RequestStatus
 from minivllm.core.request_queue import WaitingQueue
-from minivllm.core.speculative import SpecDecodingStats
+from minivllm.core.speculative import NOT_DRAFTED, SpecDecodingStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,8 @@ class Scheduler(Recorder):
         trace: None, or a function that takes an event (see `record` and `subscribe`).
         waits_for_tokens: a request whose newest token is in flight is not scheduled until that token has arrived, and one that was preempted meanwhile
             is not admitted. Pipeline stages need this: the first stage does not sample, so it must be given that token before the next step begins.
+        drafts_ahead: draft tokens of each request that the device makes for the next step, which may be decided before the tokens of the
+            last are known; see `can_draft_ahead`. 0 if the host makes them.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class Scheduler(Recorder):
         self.adapters = AdapterSlots(config.max_loras)
         self.encoder_cache = EncoderCacheManager(*config.encoder_limits)
         self.step = self.num_preemptions = 0
-        self.waits_for_tokens = False
+        self.waits_for_tokens, self.drafts_ahead = False, 0
         self._scheduled_in: dict[
             str, int
         ] = {}  # with `waits_for_tokens`, the step in which a request was last scheduled
@@ -267,6 +269,8 @@ class Scheduler(Recorder):
         for request_id in draft.swap_in:
             self.kv_cache_manager.free_cpu(request_id)
         if trace is not None and draft.scheduled:
+            if self.drafts_ahead and draft.spec:
+                trace(("draft", {name: tuple(tokens) for name, tokens in draft.spec.items()}))
             trace(("schedule", draft.scheduled))
         output = SchedulerOutput(
             step=self.step,
@@ -280,6 +284,7 @@ class Scheduler(Recorder):
             swap_in=tuple(pair for pairs in draft.swap_in.values() for pair in pairs),
             lora_loads=tuple(draft.lora_loads),
             scheduled_spec_decode_tokens=draft.spec,
+            drafts_on_device=self.drafts_ahead > 0,
             free_encoder_mm_hashes=tuple(draft.encoder_frees),
             scheduled_encoder_inputs=tuple(draft.encoder_inputs.values()),
             recorded=self.trace is not None,
@@ -335,7 +340,8 @@ class Scheduler(Recorder):
         self.step += 1
 
     def _schedule_running(self, draft: _Draft) -> None:
-        scheduled, budget = draft.scheduled, draft.budget
+        scheduled, budget, ahead = draft.scheduled, draft.budget, self.drafts_ahead
+        unknown = [NOT_DRAFTED] * ahead
         threshold, ask, runs = draft.threshold, self._guard.has_chunk, RequestStatus.RUNNING
         caching, media = self.kv_cache_manager.caching_groups, self.encoder_cache.users > 0
         for request in tuple(self.running):
@@ -343,10 +349,13 @@ class Scheduler(Recorder):
                 break
             if request.status is not runs:  # preempted for one before it
                 continue
-            computed = request.num_computed_tokens
-            n = request.num_tokens - computed
-            if request.spec_token_ids:  # at least one token is left for after the drafts
-                n += min(len(request.spec_token_ids), request.max_total_tokens - request.num_tokens - 1)
+            computed, known = request.num_computed_tokens, request.num_tokens
+            spec = request.spec_token_ids
+            if ahead and not spec:
+                known, spec = max(known, computed + 1), unknown
+            n = known - computed
+            if spec:  # at least one token is left for after the drafts
+                n += min(len(spec), request.max_total_tokens - known - 1)
             if n <= 0:  # its newest token is in flight: this step goes on from it, unless the request ends with it
                 if computed + 1 >= request.max_total_tokens or self.waits_for_tokens:
                     continue
@@ -372,11 +381,18 @@ class Scheduler(Recorder):
             budget -= n
             if media:
                 self._encode(request, computed, n, draft)
-            if request.spec_token_ids:
-                if (verified := computed + n - request.num_tokens) > 0:
-                    draft.spec[request.request_id] = request.spec_token_ids[:verified]
+            if spec:
+                if (verified := computed + n - known) > 0:
+                    draft.spec[request.request_id] = spec[:verified]
                 request.spec_token_ids = []
         draft.budget = budget
+
+    def can_draft_ahead(self) -> bool:
+        """Whether every request in the next step has computed its prompt, so that the device can know its newest token and its drafts."""
+        arriving = self.waiting.requests and len(self.running) < self.config.max_num_seqs
+        if arriving or self.remote:
+            return False
+        return all(request.num_computed_tokens >= request.num_tokens - 1 for request in self.running)
 
     def _cap(self, request: Request, n: int, budget: int, threshold: int, ask: bool) -> int:
         """How many of the `n` tokens that a request wants it gets."""
@@ -899,16 +915,18 @@ class Scheduler(Recorder):
         """Count the draft tokens, and take back what was computed for those that were not accepted."""
         rejected, verified, drafts = {}, {}, output.scheduled_spec_decode_tokens
         for out in outputs:
-            if draft := drafts.get(out.request_id):
+            if scheduled := drafts.get(out.request_id):
+                draft = result.device_draft_token_ids.get(out.request_id, scheduled)
                 new, most = out.new_token_ids, len(result.sampled_token_ids[out.request_id]) - 1
                 accepted = min(result.num_accepted_tokens.get(out.request_id, most), len(new))
                 out.num_draft_tokens, out.num_accepted_tokens = len(draft), accepted
-                self.spec_stats.observe_draft(len(draft), accepted)
-                if self.trace is not None:
+                if draft:
+                    self.spec_stats.observe_draft(len(draft), accepted)
+                if draft and self.trace is not None:
                     after = new[accepted] if accepted < len(new) else None
                     odds = tuple(result.draft_odds.get(out.request_id, ()))
                     verified[out.request_id] = (tuple(draft), accepted, after, odds)
-                n, request = len(draft) + 1 - len(out.new_token_ids), self.requests[out.request_id]
+                n, request = len(scheduled) + 1 - len(new), self.requests[out.request_id]
                 if n and request.num_computed_tokens:  # else it was preempted while the step ran
                     rejected[out.request_id] = n
                     request.num_computed_tokens -= n

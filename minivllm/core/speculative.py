@@ -12,11 +12,13 @@ from typing import Any
 _ANY = ("method", "num_speculative_tokens", "dynamic_length", "rejection_sample_method", "synthetic_acceptance_rate")
 _SUFFIX = ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
 METHODS: dict[str, tuple[str, ...]] = {
-    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    **dict.fromkeys(("ngram", "ngram_gpu"), ("prompt_lookup_max", "prompt_lookup_min")),
     "suffix": tuple(f"suffix_decoding_{name}" for name in _SUFFIX),
     **dict.fromkeys(("draft_model", "medusa", "eagle", "eagle3"), ("model",)),
     **dict.fromkeys(("mtp", "synthetic"), ()),
 }
+NOT_DRAFTED = -1
+"""In the place of a draft token that only the device knows, or that there is none of."""
 PROPOSERS: dict[str, Callable[[SpeculativeConfig], Any]] = {}
 """What makes a proposer of a method that does not ship with minivllm."""
 
@@ -37,7 +39,8 @@ class SpeculativeConfig:
     """How drafts are made and accepted. Names are vLLM's, but for `dynamic_length` and the method `synthetic`.
 
     Attributes:
-        method: a name of `METHODS`, or an object with `propose(requests, view)`.
+        method: a name of `METHODS`, or an object with `propose(requests, view)`. `ngram_gpu` is `ngram` whose drafts the GPU makes by itself, so
+            that a step is launched before the tokens of the last have reached the host.
         num_speculative_tokens: most draft tokens of a request in a step.
         model: of the methods that have one: alias, folder or hub id.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that is looked up.
@@ -46,7 +49,7 @@ class SpeculativeConfig:
         suffix_decoding_max_spec_factor: most draft tokens for each token of the match.
         suffix_decoding_min_token_prob: a draft ends where its estimated probability falls below this.
         dynamic_length: draft fewer tokens, or none, where the measured cost of a step and of the proposer is more than they will save;
-            by default on, but for synthetic acceptance, which does without.
+            by default on, but for `ngram_gpu` and synthetic acceptance, which do without.
         rejection_sample_method: `standard`, exact; or `synthetic`: drafts are accepted by chance, so texts are wrong.
         synthetic_acceptance_rate: the chance that a draft token is accepted, if all before it were.
     """
@@ -104,8 +107,8 @@ class SpeculativeConfig:
         if "model" in own and not isinstance(given.get("model"), str):
             got = repr(given["model"]) if "model" in given else "none"
             raise ValueError(f"speculative_config method {chosen!r} needs a 'model', a name or a folder; got {got}")
-        synthetic = "synthetic" in (chosen, given.get("rejection_sample_method"))
-        config = cls(**{"dynamic_length": not synthetic} | given)
+        fixed = chosen == "ngram_gpu" or "synthetic" in (chosen, given.get("rejection_sample_method"))
+        config = cls(**{"dynamic_length": not fixed} | given)
         config._check_numbers()
         return config
 
@@ -124,8 +127,9 @@ class SpeculativeConfig:
             )
         if not isinstance(self.dynamic_length, bool):
             raise TypeError(f"speculative_config dynamic_length must be true or false, got {self.dynamic_length!r}")
-        if self.dynamic_length and self.is_synthetic:
-            raise ValueError("speculative_config: dynamic_length cannot be true with synthetic acceptance")
+        if self.dynamic_length and (self.is_synthetic or self.method == "ngram_gpu"):
+            what = "synthetic acceptance" if self.is_synthetic else "method 'ngram_gpu'"
+            raise ValueError(f"speculative_config: dynamic_length cannot be true with {what}")
         if self.is_synthetic != (self.synthetic_acceptance_rate is not None):
             raise ValueError(
                 "speculative_config: synthetic acceptance and synthetic_acceptance_rate go together; only one is given"
@@ -140,6 +144,11 @@ class SpeculativeConfig:
         if shortest is None and longest is None:
             return 2, 4
         return (longest if shortest is None else shortest, shortest if longest is None else longest)  # type: ignore[return-value]
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether a GPU can make the drafts without the host."""
+        return self.method in ("ngram_gpu", "synthetic")
 
     @property
     def is_synthetic(self) -> bool:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from os.path import commonprefix
 from typing import Any
@@ -107,7 +108,10 @@ class Trace(Recording):
             TraceError: names the first bad event or step.
         """
         fold, i, finished = Fold(self.start), 0, set[str]()
-        drafts, in_flight = dict[str, int](), dict[str, int]()  # draft tokens of requests, and those being verified
+        drafts, in_flight = (
+            dict[str, int](),
+            dict[int, dict[str, int]](),
+        )  # draft tokens of requests, and by step those in it
         for step, events in by_step(self.events):
             for event in events:
                 if event[0] == "draft":
@@ -115,21 +119,22 @@ class Trace(Recording):
                 elif event[0] == "preempt":
                     drafts.pop(event[1], None)
                 elif event[0] == "schedule":
-                    in_flight |= {name: drafts.pop(name, 0) for name in event[1]}
+                    in_flight[step] = {name: drafts.pop(name, 0) for name in event[1]}
                 elif event[0] == "update":
-                    in_flight = {name: n for name, n in in_flight.items() if name not in event[2]}
-                if fault := self._fault(event, fold.now, finished):
+                    in_flight.pop(event[3] if len(event) > 3 else step, None)
+                if fault := self._fault(event, fold.now, finished, in_flight.get(step, {})):
                     raise TraceError(f"event {i} {event}: {fault}")
                 try:
                     fold.apply(event)
                 except ValueError as error:
                     raise TraceError(f"event {i}: {error}") from error
                 i += 1
-            if fault := find_fault(fold.state(), drafts=in_flight):
+            if fault := find_fault(fold.state(), drafts=sum(map(Counter, in_flight.values()), Counter())):
                 raise TraceError(f"after step {step} (event {i - 1}): {fault}")
 
-    def _fault(self, event: Event, state: State, finished: set[str]) -> str | None:
-        """What is wrong with an event before which the state was this; None if nothing. Keeps `finished` up to date."""
+    def _fault(self, event: Event, state: State, finished: set[str], drafts: Mapping[str, int]) -> str | None:
+        """What is wrong with an event before which the state was this; None if nothing. Keeps `finished` up to date.
+        drafts: draft tokens of the step that was decided last."""
         budget = self.header.settings.get("max_num_batched_tokens")
         if event[0] in _OF_A_REQUEST and event[1] in finished:
             return "the request has finished"
@@ -143,7 +148,7 @@ class Trace(Recording):
             arrived = state.requests[event[1]].num_computed_tokens
             if not arrived or event[2] != arrived:
                 return f"admitted with {event[2]} tokens computed, and {arrived} have arrived"
-        return _too_early(state, *event[2:]) if event[0] == "update" else None
+        return _too_early(state, drafts, *event[2:]) if event[0] == "update" else None
 
     def why(self, request_id: str, step: int | None = None) -> list[str]:
         """What happened to a request and the reasons for it, in plain words. Decode steps in a row are one line.
@@ -277,17 +282,19 @@ class TraceError(ValueError):
 _OF_A_REQUEST = {kind for kind, fields in SCHEMA.items() if fields[:1] == ("request",)} - {"add", "finish", "route"}
 
 
-def _too_early(state: State, gained: dict[str, tuple[int, ...]], step: int | None = None) -> str | None:
+def _too_early(
+    state: State, drafts: Mapping[str, int], gained: dict[str, tuple[int, ...]], step: int | None = None
+) -> str | None:
     """Tokens are sampled from the last known token only: all before it must have been computed.
 
-    step: given if a later one has been decided already. It may go on from these tokens, or have preempted the request.
+    step: given if a later one has been decided already. It may go on from these tokens, with drafts behind them, or have preempted the request.
     """
     for name, new in gained.items():
         request = state.requests.get(name)
         if request is None or (step is not None and request.status != "RUNNING"):
             continue
         ahead = request.num_computed_tokens - request.num_tokens - (len(new) - 1)
-        if ahead and not (step is not None and ahead == 1):
+        if ahead and not (step is not None and ahead == 1 + drafts.get(name, 0)):
             return f"{name} gained a token, but {request.num_computed_tokens} of its {request.num_tokens} tokens are computed"
     return None
 

@@ -81,6 +81,9 @@ class EngineCore:
             self._publisher = KVEventPublisher(
                 config.args.kv_events_endpoint, config.args.kv_events_replay_endpoint, config.args.kv_events_topic
             )
+        self._device_drafts = 0
+        if config.speculative is not None and config.speculative.drafts_on_device:
+            self._device_drafts = config.speculative.num_speculative_tokens
         if config.async_scheduling:
             ahead = self.step_async if config.speculative is None else self.step_drafting
             self.step = ahead  # type: ignore[method-assign]
@@ -187,18 +190,30 @@ class EngineCore:
         return outputs
 
     def step_drafting(self) -> list[EngineCoreOutput]:
-        """As `step_async`, with draft tokens: what a step verifies is known when the one before has ended, which is waited for first.
+        """As `step_async`, with draft tokens: what a step verifies is known when the one before has ended, which is waited for first,
+        unless the device makes the drafts.
 
         The step runs while the caller handles what requests gained in the one before.
         """
-        if self._in_flight:
-            self._update(*self._wait())
         if self._compiling.waiting:
             self._admit_compiled()
-        if self.scheduler.has_requests():
+        ahead = self._num_drafts_ahead()
+        if self._in_flight and not (ahead and self._in_flight[-1][0].drafts_on_device):
+            self._update(*self._wait())
+            ahead = self._num_drafts_ahead()
+        if more := self.scheduler.has_requests():
+            self.scheduler.drafts_ahead = ahead
             self._submit(self.scheduler.schedule())
+        if len(self._in_flight) > more:
+            self._update(*self._wait())
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _num_drafts_ahead(self) -> int:
+        """Draft tokens of each request that the device makes for the next step; 0 if the host has to."""
+        if not (self._device_drafts and self.scheduler.can_draft_ahead()):
+            return 0
+        return self._device_drafts if self.executor.can_draft_ahead(self.scheduler.trace is not None) else 0
 
     def step_pipelined(self) -> list[EngineCoreOutput]:
         """Begin one step. If then every pipeline stage has a step, or nothing more can run, wait for the oldest one. Raises as `step`.

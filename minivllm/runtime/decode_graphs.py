@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+Tensors = tuple[Tensor, ...]
 logger = logging.getLogger("minivllm.runtime")
 
 
@@ -49,7 +50,7 @@ class DecodeGraphs:
     ) -> None:
         self.device, self.memory_limit, self.used_bytes = device, memory_limit, 0
         self._agree = agree
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor, object]] = {}
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensors, object]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream(device)
         self._full = False
@@ -58,14 +59,17 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
     def clear(self) -> None:
         """Forget all recordings: the model that was recorded is another one now."""
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()  # the old one ends with its last graph
         self.used_bytes, self._full = 0, False
 
-    def run(self, key: Hashable, make: Callable[[], tuple[Callable[[], Tensor], object]]) -> Tensor:
-        """The step's result, which the next step overwrites.
+    def run(self, key: Hashable, make: Callable[[], tuple[Callable[[], Tensors], object]]) -> Tensors:
+        """The step's results, which the next step overwrites.
 
         Args:
             key: all that the launches depend on.
@@ -76,11 +80,15 @@ class DecodeGraphs:
             if self._full:
                 return step()
             return self._capture(key, step, owned)
+        return self.replay(key)
+
+    def replay(self, key: Hashable) -> Tensors:
+        """As `run`, of a step that was recorded."""
         graph, result, _ = self._graphs[key]
         graph.replay()
         return result
 
-    def _capture(self, key: Hashable, step: Callable[[], Tensor], owned: object) -> Tensor:
+    def _capture(self, key: Hashable, step: Callable[[], Tensors], owned: object) -> Tensors:
         before = torch.cuda.memory_reserved(self.device)
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
@@ -92,7 +100,8 @@ class DecodeGraphs:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(self._side)
-        first.record_stream(torch.cuda.current_stream(self.device))
+        for tensor in first:
+            tensor.record_stream(torch.cuda.current_stream(self.device))
         self._graphs[key] = graph, result, owned
         self._bar.update()
         self.used_bytes += self._agree(max(0, torch.cuda.memory_reserved(self.device) - before))

@@ -122,6 +122,10 @@ class Executor(Protocol):
         """Have a function called, in some thread, should the executor fail by itself."""
         ...
 
+    def can_draft_ahead(self, recorded: bool) -> bool:
+        """Whether a device can make the next step's drafts before the host knows the last tokens. recorded: see `SchedulerOutput`."""
+        ...
+
     def shutdown(self) -> None:
         """Give memory and processes back; no call may follow."""
 
@@ -299,6 +303,10 @@ class ExecutorBase:
         future = self._call(method, args, kwargs or {})
         return future if non_block else future.result(timeout)
 
+    def can_draft_ahead(self, recorded: bool) -> bool:
+        """Ranks in other processes do without."""
+        return False
+
     def check_health(self) -> None:
         """There is nothing in this process that could fail by itself."""
 
@@ -349,6 +357,9 @@ class UniProcExecutor(ExecutorBase):
 
     def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Future[list[Any]]":
         return one_rank(find_method(method, self.runner)(*args, **kwargs))
+
+    def can_draft_ahead(self, recorded: bool) -> bool:
+        return self.runner.can_draft_ahead(recorded)
 
     def shutdown(self) -> None:
         self._thread.shutdown()

@@ -2,7 +2,7 @@
 
 # Generated from nbs/runtime/input_batch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,11 @@ from minivllm.attention.backend import AttentionBatch
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+
+
+def round_lengths(lengths: Int64) -> Int64:
+    """The lengths that are planned for sequences of which the device alone knows how long they are: few of them, so that a plan lasts."""
+    return -(-lengths // 64) * 64
 
 
 class BlockTable:
@@ -44,7 +49,8 @@ class StepInputs:
     """The arrays of one step, in scheduling order. ``B`` requests, ``T`` tokens.
 
     request_ids: the B requests. rows: int64 [B], their rows. counts: int64 [B], their tokens in this step. starts: int64 [B + 1],
-    where they begin among the T. token_ids, positions: int64 [T]. attention: one AttentionBatch for each KV cache group; a
+    where they begin among the T. row_of_token, place: int64 [T], of each token the row, and how far it stands behind the first of its
+    request. token_ids, positions: int64 [T]. attention: one AttentionBatch for each KV cache group; a
     draft token, and the token before the first, is a separate request there.
     last_token: int64 [B], index into the T tokens of each request's last one.
     samples: bool [B], whether a new token is sampled: the last scheduled token is the last known one, or a draft token, and the
@@ -55,6 +61,8 @@ class StepInputs:
     rows: Int64
     counts: Int64
     starts: Int64
+    row_of_token: Int64
+    place: Int64
     token_ids: Int64
     positions: Int64
     attention: list[AttentionBatch]
@@ -62,17 +70,38 @@ class StepInputs:
     samples: npt.NDArray[np.bool_]
 
 
-def _split(
-    row_of_token: Int64, starts: Int64, positions: Int64, drafted: npt.NDArray[np.bool_]
-) -> tuple[Int64, Int64, Int64]:
-    """Queries of the attention when each token of the requests `drafted` is one by itself, which attends to what stands before it.
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the arrays of a step have in common with the next step of the same requests with the same counts. As in `StepInputs`, and:
 
-    Returns row [Q], length [Q] and begin [Q + 1] of each query.
+    of, last: int64 [Q], of the queries of the attention: the row, and which of the T tokens is the last. begins: int32 [Q + 1].
     """
-    begins_one = np.repeat(drafted, np.diff(starts))
+
+    key: tuple[object, ...]
+    request_ids: list[str]
+    rows: Int64
+    counts: Int64
+    starts: Int64
+    row_of_token: Int64
+    place: Int64
+    of: Int64
+    last: Int64
+    begins: Int32
+
+
+def _shape(key: tuple[object, ...], rows: Int64, num_scheduled: dict[str, int], drafts: Container[str]) -> _Shape:
+    """drafts: requests each of whose tokens is one query, which attends to what stands before it."""
+    counts = np.fromiter(num_scheduled.values(), np.int64, len(rows))
+    starts = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    row_of_token, begins_one = np.repeat(rows, counts), np.zeros(starts[-1], np.bool_)
+    if drafts:
+        begins_one |= np.repeat(np.fromiter((r in drafts for r in num_scheduled), np.bool_, len(rows)), counts)
     begins_one[starts[:-1]] = True
     begins = np.append(np.flatnonzero(begins_one), starts[-1])
-    return row_of_token[begins[:-1]], positions[begins[1:] - 1] + 1, begins
+    place = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+    queries = row_of_token[begins[:-1]], begins[1:] - 1, begins.astype(np.int32)
+    return _Shape(key, list(num_scheduled), rows, counts, starts, row_of_token, place, *queries)
 
 
 class InputBatch:
@@ -93,6 +122,7 @@ class InputBatch:
         self.draws = np.zeros(max_num_seqs, np.bool_)
         self.block_tables = [BlockTable(max_num_seqs, max_model_len, size) for size in block_sizes]
         self._free_rows = list(range(max_num_seqs))[::-1]
+        self._last: _Shape | None = None  # of the last step, as long as no request gets or loses a row
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -111,7 +141,7 @@ class InputBatch:
         """
         if request_id in self.row_of:
             raise ValueError(f"request {request_id!r} already has a row")
-        row = self._free_rows.pop()
+        row, self._last = self._free_rows.pop(), None
         self.row_of[request_id] = row
         self.token_ids[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
@@ -128,7 +158,7 @@ class InputBatch:
 
     def drop(self, request_id: str) -> None:
         """Take a row back. A request that never got one (aborted while it waited) is no error."""
-        row = self.row_of.pop(request_id, None)
+        row, self._last = self.row_of.pop(request_id, None), None
         self.awaited.pop(request_id, None)
         if row is None:
             return
@@ -136,45 +166,42 @@ class InputBatch:
             table.clear(row)
         self._free_rows.append(row)
 
-    def prepare(self, num_scheduled: dict[str, int], drafts: dict[str, list[int]] | None = None) -> StepInputs:
+    def prepare(
+        self, num_scheduled: dict[str, int], drafts: dict[str, list[int]] | None = None, ahead: bool = False
+    ) -> StepInputs:
         """Arrays for one step.
 
         Args:
             num_scheduled: {request_id: number of tokens}, in scheduling order; each at least 1.
             drafts: the draft tokens among them, which are a request's last.
+            ahead: the device knows the tokens and corrects the lengths; they are planned so that few steps need another plan.
         """
-        request_ids = list(num_scheduled)
-        num_reqs = len(request_ids)
-        rows = np.fromiter((self.row_of[r] for r in request_ids), np.int64, num_reqs)
-        counts = np.fromiter(num_scheduled.values(), np.int64, num_reqs)
-        starts = np.zeros(num_reqs + 1, np.int64)
-        np.cumsum(counts, out=starts[1:])
-        computed = self.num_computed[rows]
-        seq_lens = computed + counts
+        key, shape = (*num_scheduled.items(), *(drafts or ())), self._last
+        if shape is None or shape.key != key:  # most steps have the requests of the one before
+            rows = np.fromiter((self.row_of[r] for r in num_scheduled), np.int64, len(num_scheduled))
+            self._last = shape = _shape(key, rows, num_scheduled, drafts or {})
+        computed = self.num_computed[shape.rows]
         if drafts:
             self._write(drafts)
-
-        row_of_token = np.repeat(rows, counts)
-        positions = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], counts)
-        of, lengths, begins = rows, seq_lens, starts
-        if drafts:
-            drafted = np.fromiter((r in drafts for r in request_ids), np.bool_, num_reqs)
-            of, lengths, begins = _split(row_of_token, starts, positions, drafted)
-        begins, lengths, attention = begins.astype(np.int32), lengths.astype(np.int32), []
+        positions = self.num_computed[shape.row_of_token] + shape.place
+        lengths, attention = positions[shape.last] + 1, []
+        lengths = (round_lengths(lengths) if ahead else lengths).astype(np.int32)
         for table in self.block_tables:
-            size, longest = table.block_size, max(1, int(table.num_blocks[rows].max()))
-            slots = table.ids[row_of_token, positions // size].astype(np.int64) * size + positions % size
-            attention.append(AttentionBatch(begins, lengths, table.ids[of, :longest], slots))
+            size, longest = table.block_size, max(1, int(table.num_blocks[shape.rows].max()))
+            slots = table.ids[shape.row_of_token, positions // size].astype(np.int64) * size + positions % size
+            attention.append(AttentionBatch(shape.begins, lengths, table.ids[shape.of, :longest], slots))
         return StepInputs(
-            request_ids=request_ids,
-            rows=rows,
-            counts=counts,
-            starts=starts,
-            token_ids=self.token_ids[row_of_token, positions].astype(np.int64),
+            request_ids=shape.request_ids,
+            rows=shape.rows,
+            counts=shape.counts,
+            starts=shape.starts,
+            row_of_token=shape.row_of_token,
+            place=shape.place,
+            token_ids=self.token_ids[shape.row_of_token, positions].astype(np.int64),
             positions=positions,
             attention=attention,
-            last_token=starts[1:] - 1,
-            samples=(seq_lens >= self.num_tokens[rows]) & self.draws[rows],
+            last_token=shape.starts[1:] - 1,
+            samples=(computed + shape.counts >= self.num_tokens[shape.rows]) & self.draws[shape.rows],
         )
 
     def _write(self, drafts: dict[str, list[int]]) -> None:

@@ -2,6 +2,7 @@
 
 # Generated from nbs/runtime/model_runner.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import logging
 import math
 import mmap
 import sys
@@ -20,7 +21,7 @@ from minivllm.attention.step_buffer import BufferFull, StepBuffer
 from minivllm.core.config import EngineConfig, KVCacheConfig
 from minivllm.core.module import capture_problem, generation
 from minivllm.core.output import KVConnectorMetadata, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from minivllm.core.speculative import SpeculativeConfig
+from minivllm.core.speculative import NOT_DRAFTED, SpeculativeConfig
 from minivllm.lora.adapter import AdapterError
 from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder, Media
@@ -29,6 +30,13 @@ from minivllm.models.mixers.moe import ExpertLoads
 from minivllm.multimodal.mrope import MRope
 from minivllm.multimodal.outputs import EncoderOutputs, MediaEncoder
 from minivllm.runtime.decode_graphs import DecodeGraphs, graph_ladder, rung
+from minivllm.runtime.device_drafts import (
+    DeviceDrafts,
+    DeviceStep,
+    SameStep,
+    host_drafts_reason,
+    planned_lengths,
+)
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
 from minivllm.runtime.kv_connectors import ConnectorWorker, make_connector_worker
 from minivllm.runtime.pooler import Pooler
@@ -51,7 +59,9 @@ from minivllm.sampling.transforms import Transform
 from minivllm.spec_decode.draft_model import DraftHost, shared_group
 from minivllm.spec_decode.drafter import Drafter, make_drafter
 from minivllm.spec_decode.proposers import DraftRequest, HiddenStates
-from minivllm.spec_decode.rejection import Draft, RejectionSampler, Verified
+from minivllm.spec_decode.rejection import DeviceVerifier, Draft, RejectionSampler, Verified
+
+logger = logging.getLogger("minivllm.runtime")
 
 
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -96,7 +106,7 @@ def step_bytes(config: EngineConfig) -> int:
     A draft token takes part in the attention as a separate request, and has its own row of the block table.
     """
     limits, groups = config.scheduler, len(config.kv_cache.groups)
-    per_token, per_row = 16 + 8 + groups * (8 + 32), groups * 64 * 32
+    per_token, per_row = 16 + 8 + groups * (8 + 32), groups * 64 * 32 + 16  # the last for a `DeviceStep`
     table = groups * 4 * -(-limits.max_model_len // config.kv_cache.block_size)
     rows = limits.max_sampled_rows(config.speculative)
     return limits.max_num_batched_tokens * per_token + rows * (per_row + table) + (1 << 18)
@@ -130,11 +140,12 @@ def group_attention_specs(config: KVCacheConfig, layer_specs: list[LayerCacheSpe
 class FutureTokens:
     """The newest token of every row, kept where it was chosen.
 
-    ids: int64 [num_rows], on the device. The host writes ~row, which is negative, where it does not know the newest token of a row.
+    ids: int64 [num_rows + 1], on the device; the last is of no row. The host writes ~row, which is negative, where it does not know the newest token
+    of a row.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.ids = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.ids = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
 
     def put(self, rows: Tensor, token_ids: Tensor) -> None:
         """Keep what was chosen for these rows; -1, for a row that failed, as token 0: what comes of it is thrown away."""
@@ -153,6 +164,7 @@ def _sampled_places(last: Int64, rows: Int64, drafts: Sequence[Draft]) -> tuple[
 
 
 GRAPH_BYTES = 1 << 30  # most memory that CUDA graphs may take
+GREEDY_ROWS = 64  # most rows whose tokens a graph chooses: more give the host time, and their logits take memory
 
 
 class ModelRunner:
@@ -203,6 +215,7 @@ class ModelRunner:
         self.sample_log: SampleLog | None = None
         self.buffer: StepBuffer | None = None
         self.graphs: DecodeGraphs | None = None
+        self._device_step, self._same = None, None  # type: DeviceStep | None, SameStep | None
         self.ladder = graph_ladder(limits.max_sampled_rows(speculative))
         self._generation = -1  # of the model that the graphs were captured of
         self._capture_problem: str | None = None
@@ -211,6 +224,7 @@ class ModelRunner:
             if config.async_scheduling and speculative is None:  # else a step begins when all tokens are known
                 self.future = FutureTokens(limits.max_num_seqs, self.device)
             self.graphs = self._make_graphs()
+        self.device_drafts = self._make_device_drafts(encoder is not None or bool(transforms))
         self.planners = [spec.planner(backend, self.device, self.buffer) for spec in self.specs]
 
     def _make_drafter(self, speculative: SpeculativeConfig) -> Drafter:
@@ -227,6 +241,25 @@ class ModelRunner:
         if not alone or not all(isinstance(spec, AttentionSpec) for spec in self.specs):
             return None
         return DecodeGraphs(self.device, GRAPH_BYTES, sys.stderr.isatty(), int if group is None else group.largest)
+
+    def _make_device_drafts(self, more: bool) -> DeviceDrafts | None:
+        """None if the host must make the drafts, if any. more: there are media or transforms, which only the host knows."""
+        speculative = self.config.speculative
+        if speculative is None or not speculative.drafts_on_device:
+            return None
+        reason = "there are media, or logits processors of all requests" if more else None
+        if (reason := reason or host_drafts_reason(self.config, self.specs)) is None:
+            return DeviceDrafts(self.config, self.model.spec.vocab_size, self.device)
+        if speculative.method == "ngram_gpu":
+            logger.warning("the host makes the drafts, and waits for the tokens of each step: %s", reason)
+        return None
+
+    def can_draft_ahead(self, recorded: bool) -> bool:
+        """See `Executor.can_draft_ahead`: not while a choice depends on tokens, or is recorded, or no graph can be replayed."""
+        seen = self.sample_log is not None or self.expert_loads.counts or self.expert_loads.on != recorded
+        if self.device_drafts is None or self.graphs is None or seen:
+            return False
+        return self._may_replay(self.graphs) and not self.sampling.looks_back()
 
     def _make_adapters(self) -> AdapterStore:
         args, model = self.config.args, self.model
@@ -309,7 +342,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput) -> "PendingStep":
         """Have the device execute one step, and do not wait. With `future` the next may be launched before the result is asked for."""
-        clock = None if self.drafter is None else StepClock(self.device)
+        clock = None if self.drafter is None or self.drafter.length is None else StepClock(self.device)
         pending, transfers = PendingStep(self, output, clock), output.kv_connector_metadata
         self._update_rows(output, pending.output)
         if output.swap_out or output.swap_in:
@@ -323,32 +356,31 @@ class ModelRunner:
         if output.recorded != self.expert_loads.on:
             self.expert_loads.switch(output.recorded)
         guesses = output.scheduled_spec_decode_tokens
-        step = self.batch.prepare(output.num_scheduled_tokens, guesses)
+        ahead = output.drafts_on_device
+        if ahead and self._same is not None and self._relaunch(output, pending, self._same):
+            return pending
+        step = self.batch.prepare(output.num_scheduled_tokens, guesses, ahead)
         media = self.media.gather(step) if self.media.features else None
         chosen = np.flatnonzero(step.samples)
-        drafts = [self._draft(step.request_ids[i], guesses) for i in chosen] if guesses else []
+        drafts, last_and_rows = list[Draft](), (step.last_token[chosen], step.rows[chosen])
+        if guesses or self.device_drafts is not None:
+            drafts, last_and_rows = self._draft_inputs(step, chosen, output)
         if self.adapters is not None:
             self.adapters.use(np.repeat(self.lora_slots[step.rows], step.counts))
-        last_and_rows = step.last_token[chosen], step.rows[chosen]
-        if drafts:
-            last_and_rows = _sampled_places(*last_and_rows, drafts)
         turned = step.positions if self.mrope is None or not self.mrope.ahead else self.mrope.positions(step)
-        arrays = step.token_ids, turned, *last_and_rows
+        arrays, taken = (step.token_ids, turned, *last_and_rows), None
         if self.buffer is None:
             token_ids, positions, last, rows = map(torch.from_numpy, arrays)
             plans = [plan(batch) for plan, batch in zip(self.planners, step.attention, strict=True)]
             hidden = self.model.forward(token_ids, positions, self.kv_caches, plans, media)
         else:
-            hidden, last, rows = self._forward_buffered(step, arrays, self.buffer, media)
+            hidden, last, rows, taken = self._forward_buffered(step, arrays, self.buffer, media, ahead)
         if self.expert_loads.counts:
             pending.loads = self.expert_loads.take()
         if self.drafter is not None:
             hidden = self._keep_states(self.drafter, step, hidden)
         if not self.model.stage.is_last:
-            self.batch.num_computed[step.rows] += step.counts
-            self.batch.awaited |= {(n := step.request_ids[i]): (output.step, len(guesses.get(n, ()))) for i in chosen}
-            self._end_launch(pending, transfers)
-            return pending
+            return self._await_tokens(pending, output, step, chosen)
         if self._prompt_done:
             self._compute_prompt_logprobs(step, hidden, pending.output)
         if self.pooler.entries:
@@ -356,12 +388,54 @@ class ModelRunner:
         self.batch.num_computed[step.rows] += step.counts
         sampled = hidden if len(last) == len(hidden) else hidden[last]
         if drafts:
-            pending.verified = self._verify(step, chosen, sampled, drafts)
+            pending.verified = self._verify(step, chosen, sampled, drafts, self._device_step if ahead else None)
+            pending.decision = None if ahead else output
         elif len(chosen):
-            self._sample(step, chosen, sampled, rows, pending)
+            self._sample(step, chosen, sampled, rows, taken, pending)
         if transfers is not None or clock is not None:
             self._end_launch(pending, transfers)
         self._latest = pending
+        return pending
+
+    def _draft_inputs(
+        self, step: StepInputs, chosen: Int64, output: SchedulerOutput
+    ) -> tuple[list[Draft], tuple[Int64, Int64]]:
+        """What the step is to verify of each request, and the tokens that something is sampled behind, and their rows."""
+        guesses, ahead = output.scheduled_spec_decode_tokens, output.drafts_on_device
+        names = [step.request_ids[i] for i in chosen]
+        if self.drafter is None or self.device_drafts is not None:
+            drafts = [Draft(guesses.get(name, ())) for name in names]
+        else:
+            drafts = [self.drafter.scheduled(name, guesses.get(name, ())) for name in names]
+        if self.device_drafts is not None and ahead:
+            self.device_drafts.refresh(self.batch, step, drafts, self.sampling.batch(step.request_ids))
+            return drafts, (step.place, step.row_of_token)
+        if self.device_drafts is not None:
+            self.device_drafts.current[step.rows] = False
+        if not guesses:
+            return [], (step.last_token[chosen], step.rows[chosen])
+        return drafts, _sampled_places(step.last_token[chosen], step.rows[chosen], drafts)
+
+    def _relaunch(self, output: SchedulerOutput, pending: "PendingStep", same: SameStep) -> bool:
+        """Launch a step whose arrays the device has already; False if it has not."""
+        if self.graphs is None or same.key not in self.graphs or not same.serves(output, self.batch):
+            return False
+        step = same.step
+        hidden, same.device.chosen = self.graphs.replay(same.key)
+        self.batch.num_computed[step.rows] += step.counts
+        drafts = [Draft((NOT_DRAFTED,) * (count - 1)) for count in step.counts.tolist()]
+        pending.verified = self._verify(step, np.arange(len(step.rows)), hidden, drafts, same.device)
+        pending.decision, self._latest = None, pending
+        return True
+
+    def _await_tokens(
+        self, pending: "PendingStep", output: SchedulerOutput, step: StepInputs, chosen: Int64
+    ) -> "PendingStep":
+        """End the launch of a pipeline stage that does not sample: see `learn`."""
+        guesses = output.scheduled_spec_decode_tokens
+        self.batch.num_computed[step.rows] += step.counts
+        self.batch.awaited |= {(n := step.request_ids[i]): (output.step, len(guesses.get(n, ()))) for i in chosen}
+        self._end_launch(pending, output.kv_connector_metadata)
         return pending
 
     def _end_launch(self, pending: "PendingStep", transfers: KVConnectorMetadata | None) -> None:
@@ -454,31 +528,43 @@ class ModelRunner:
             self.backend.copy_blocks(cpu_cache, device_cache, output.swap_in)
 
     def _forward_buffered(
-        self, step: StepInputs, arrays: tuple[Int64, Int64, Int64, Int64], buffer: StepBuffer, media: Media | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        step: StepInputs,
+        arrays: tuple[Int64, Int64, Int64, Int64],
+        buffer: StepBuffer,
+        media: Media | None,
+        ahead: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Send all arrays of a step in one copy, and run the layers.
 
         Args:
             arrays: token ids [T] and positions, [T] or [3, T] (see `Rope`); of each request that samples, the last token's place among the T, and the row.
+            ahead: only the device knows the tokens, so that a graph must place them.
 
         Returns:
-            Hidden states after the last norm, [T, hidden_size], and the last two of the arrays, on the device.
+            Hidden states after the last norm, [T, hidden_size]; the last two of the arrays, on the device; and the tokens that follow, int64
+            [T], if a graph has chosen them.
         """
+        self._same = None
         plain = media is None and len(arrays[3]) == len(step.token_ids) and arrays[1].ndim == 1
-        if plain and (replayed := self._replay(step, arrays[1], buffer)) is not None:
+        if plain and (replayed := self._replay(step, arrays[1], buffer, ahead)) is not None:
             return replayed
+        if ahead:
+            raise RuntimeError(f"no CUDA graph for {len(step.token_ids)} tokens whose places only the device knows")
         buffer.begin()
         token_ids, positions, last, rows = map(buffer.put, arrays)
         plans = [plan(batch) for plan, batch in zip(self.planners, step.attention, strict=True)]
         buffer.send()
-        return self._layers(token_ids, positions, plans, media), last, rows
+        return self._layers(token_ids, positions, plans, media), last, rows, None
 
     def _layers(self, token_ids: Tensor, positions: Tensor, plans: list[Plan], media: Media | None = None) -> Tensor:
         if self.future is not None:
             token_ids = self.future.resolve(token_ids)
         return self.model.forward(token_ids, positions, self.kv_caches, plans, media)
 
-    def _replay(self, step: StepInputs, turned: Int64, buffer: StepBuffer) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _replay(
+        self, step: StepInputs, turned: Int64, buffer: StepBuffer, ahead: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
         """As `_forward_buffered`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one,
         or the buffer is too small. turned: positions of the rotation, [T]."""
         rows = len(step.token_ids)
@@ -496,23 +582,64 @@ class ModelRunner:
             (ids, token_ids), (at, positions), (of, rows_there) = (
                 buffer.reserve((padded,), np.int64) for _ in range(3)
             )
+            device = None if self.device_drafts is None else DeviceStep(self.device_drafts, rows_there, buffer)
             specs = [spec for spec in self.specs if isinstance(spec, AttentionSpec)]
             plans = [it for spec in specs if (it := self.backend.fixed_decode(padded, spec, buffer)) is not None]
             if len(plans) < len(self.specs):
                 self.graphs = None
                 return None
-            key = (padded, adapted, *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)))
+            greedy = self._takes_argmax(step, padded, ahead)
+            key = (
+                padded,
+                adapted,
+                greedy,
+                *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)),
+            )
         except BufferFull:
             return None
         ids[:rows], ids[rows:], at[:rows], at[rows:] = step.token_ids, 0, turned, 0
-        of[:rows] = np.repeat(step.rows, step.counts)
+        of[:rows], of[rows:] = step.row_of_token, len(self.batch.num_tokens)
+        if device is not None and ahead:
+            device.fill(step, self.batch)
         buffer.send()
 
-        def make() -> tuple[Callable[[], Tensor], object]:
-            made = [fixed.plan() for fixed in plans]
-            return lambda: self._layers(token_ids, positions, made), (token_ids, positions, made)
+        def run(made: list[Plan]) -> tuple[Tensor, ...]:
+            if device is not None:
+                device.place(plans, token_ids, positions)
+            hidden = self._layers(token_ids, positions, made)
+            return (hidden, self._choose(hidden, rows_there, device)) if greedy else (hidden,)
 
-        return self.graphs.run(key, make)[:rows], rows_there[:rows], rows_there[:rows]
+        def make() -> tuple[Callable[[], tuple[Tensor, ...]], object]:
+            made = [fixed.plan() for fixed in plans]
+            return lambda: run(made), (token_ids, positions, made, device)
+
+        hidden, *chosen = self.graphs.run(key, make)
+        self._device_step = device
+        if device is not None and greedy:
+            device.chosen = chosen.pop()
+            self._same = SameStep(step, device, key, planned_lengths(self.batch, step))
+        of_rows = rows_there[:rows]
+        return hidden[:rows], of_rows, of_rows, chosen[0][:rows] if chosen else None
+
+    def _takes_argmax(self, step: StepInputs, padded: int, ahead: bool) -> bool:
+        """Whether a graph of `padded` tokens may choose the step's tokens as well: then the host has less to launch."""
+        drafted = self.drafter is not None and not ahead
+        if drafted or padded > GREEDY_ROWS or not step.samples.all() or self.sample_log is not None:
+            return False
+        if self.adapters is not None or self.model.group is not None:
+            return False
+        return self.sampler.takes_argmax(self.sampling.batch(step.request_ids))
+
+    def _choose(self, hidden: Tensor, rows: Tensor, device: DeviceStep | None) -> Tensor:
+        """In a graph: the likeliest token of each row, int64 [T]; of drafts of the device [2, T], see `DeviceStep.chosen`."""
+        chosen = self.sampler.argmax(self.model.compute_logits(hidden))
+        if self.future is not None:
+            self.future.put(rows, chosen)
+        if device is None:
+            return chosen
+        both = torch.stack([chosen, chosen])
+        device.compare(both[0], both[1])
+        return both
 
     def _may_replay(self, graphs: DecodeGraphs) -> bool:
         """Whether a graph can stand for the model as it is now. Graphs of the model before a change are dropped."""
@@ -526,29 +653,34 @@ class ModelRunner:
         return self.sampler
 
     def _sample(
-        self, step: StepInputs, chosen: Int64, hidden: Tensor, rows_there: Tensor, pending: "PendingStep"
+        self,
+        step: StepInputs,
+        chosen: Int64,
+        hidden: Tensor,
+        rows_there: Tensor,
+        taken: Tensor | None,
+        pending: "PendingStep",
     ) -> None:
-        """Choose a token for each of the requests `chosen`; hidden: [len(chosen), hidden_size]; rows_there: their rows, on the device."""
+        """Choose a token for each of the requests `chosen`; hidden: [len(chosen), hidden_size]; rows_there: their rows, on the device.
+        taken: the tokens, if a graph has chosen them."""
         rows = step.rows[chosen]
         batch = self.sampling.batch([step.request_ids[i] for i in chosen])
         if self.adapters is not None:
             self.adapters.use(self.lora_slots[rows])
-        logits = self.model.compute_logits(hidden)
-        if self._latest is not None and (self._looks_back or self.sample_log is not None or batch.looks_back):
-            self._latest.result()
-        if self.sample_log is not None:
-            log_samples(self.sample_log, batch.requests, logits)
-        drawn = self.sampler.start(logits, batch)
-        if self.future is not None:
-            self.future.put(rows_there, drawn.token_ids)
+        if taken is None:
+            logits = self.model.compute_logits(hidden)
+            if self._latest is not None and (self._looks_back or self.sample_log is not None or batch.looks_back):
+                self._latest.result()
+            if self.sample_log is not None:
+                log_samples(self.sample_log, batch.requests, logits)
+            drawn = self.sampler.start(logits, batch)
+            if self.future is not None:
+                self.future.put(rows_there, drawn.token_ids)
+        else:
+            drawn = self.sampler.take(batch, taken)
         places = self.batch.append_tokens(rows, ~rows)  # ~row stands for a token that the host does not know yet
         pending.drawn, pending.views, pending.rows, pending.places = drawn, batch.requests, rows, places
         self.sampling.columns["num_output_tokens"][batch.rows] += 1  # `SamplingState.arrive` will name it
-
-    def _draft(self, request_id: str, guesses: dict[str, list[int]]) -> Draft:
-        """What the step is to verify of a request."""
-        token_ids = guesses.get(request_id, ())
-        return Draft(token_ids) if self.drafter is None else self.drafter.scheduled(request_id, token_ids)
 
     def _propose(self, drafter: Drafter, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
         """Add draft tokens for the requests that will go on after this step. seconds: what it took,
@@ -570,7 +702,8 @@ class ModelRunner:
         """Keep what a proposer reads until the step's tokens are known. Returns the hidden states alone, [T, hidden_size]."""
         if drafter.reads:
             self._states = step, hidden
-        return hidden[:, : self.model.spec.hidden_size].contiguous()
+        size = self.model.spec.hidden_size
+        return hidden if hidden.shape[1] == size else hidden[:, :size].contiguous()
 
     def _hidden_states(self, step: StepInputs, hidden: Tensor) -> list[HiddenStates]:
         """What a proposer reads: of requests that go on, the states of all places whose next token is certain."""
@@ -602,15 +735,24 @@ class ModelRunner:
         return request if (table := self._draft_table) is None else replace(request, blocks=table.of(row))
 
     def _verify(
-        self, step: StepInputs, chosen: Int64, hidden: Tensor, drafts: Sequence[Draft]
+        self,
+        step: StepInputs,
+        chosen: Int64,
+        hidden: Tensor,
+        drafts: Sequence[Draft],
+        verifier: DeviceVerifier | None,
     ) -> Callable[[ModelRunnerOutput], None]:
-        """As `_sample`, in a step with draft tokens. hidden: [sum of (drafts + 1), hidden_size].
+        """As `_sample`, in a step with draft tokens. hidden: [sum of (drafts + 1), hidden_size]. verifier: of drafts of the device.
 
         Returns what waits for the tokens, and puts those that are accepted into a result.
         """
         batch = self.sampling.batch([step.request_ids[i] for i in chosen])
         if self.adapters is not None:
             self.adapters.use(np.repeat(self.lora_slots[step.rows[chosen]], [len(d.token_ids) + 1 for d in drafts]))
+        if verifier is not None:
+            logits = self.model.compute_logits(hidden) if verifier.chosen is None else None
+            finish = self.rejection.start_on_device(logits, batch, drafts, verifier)
+            return lambda result: self._accept(batch.requests, drafts, finish(), result, on_device=True)
         logits = self.model.compute_logits(hidden)
         if self.sample_log is not None:
             log_samples(self.sample_log, batch.requests, logits, [draft.token_ids for draft in drafts])
@@ -624,13 +766,17 @@ class ModelRunner:
         drafts: Sequence[Draft],
         verified: Sequence[Verified],
         result: ModelRunnerOutput,
+        on_device: bool = False,
     ) -> None:
         """Keep what requests with drafts got."""
         for view, draft, got in zip(views, drafts, verified, strict=True):
             name = view.request_id
             if self.sample_log is not None:
                 forget_samples(self.sample_log, view, len(draft.token_ids) + 1 - len(got.token_ids))
-            self.batch.accept(name, len(draft.token_ids), got.token_ids)
+            if self.sampling.requests.get(name) is view:  # else it has lost its row while the step ran
+                self.batch.accept(name, len(draft.token_ids), got.token_ids)
+            if on_device:
+                result.device_draft_token_ids[name] = got.device_drafts
             if got.token_ids:
                 result.sampled_token_ids[name], result.num_accepted_tokens[name] = got.token_ids, got.num_accepted
             if got.odds:

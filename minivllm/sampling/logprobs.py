@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,19 +20,32 @@ class Logprob:
 
 
 class HostCopy:
-    """A tensor that is being copied to the host. From a GPU the copy is queued after the kernels; only `wait` blocks."""
+    """A tensor that is being copied to the host. From a GPU the copy is queued after the kernels; only `wait` blocks.
+
+    Few numbers travel through pinned memory that is used again: to get some takes the host as long as the copy.
+    """
+
+    SMALL = 4096
+    _free: ClassVar[dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, torch.cuda.Event]]]] = {}
 
     def __init__(self, x: Tensor) -> None:
         self._here, self._arrived = x, None
         if x.is_cuda:
-            self._here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-            self._arrived = torch.cuda.Event()
+            kept = self._free.get((x.shape, x.dtype))
+            self._here, self._arrived = (
+                kept.pop() if kept else (torch.empty(x.shape, dtype=x.dtype, pin_memory=True), torch.cuda.Event())
+            )
+            self._here.copy_(x, non_blocking=True)
             self._arrived.record()
 
     def wait(self) -> Tensor:
         """The tensor, on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
+            if self._here.numel() <= self.SMALL:
+                pinned, self._here = self._here, self._here.clone()
+                self._free.setdefault((pinned.shape, pinned.dtype), []).append((pinned, self._arrived))
+            self._arrived = None
         return self._here
 
 

@@ -86,9 +86,7 @@ class Sampler:
         if logits.shape != shape or logits.dtype != torch.float32:
             raise ValueError(f"logits must be float32 {list(shape)}, got {logits.dtype} {list(logits.shape)}")
         errors: dict[str, str] = {}
-        if self not in batch.prepared:
-            batch.prepared[self] = _Wanted(batch, self)
-        wanted: _Wanted = batch.prepared[self]
+        wanted: _Wanted = batch.prepared.get(self) or self._wanted(batch)
         raw = wanted.keep("raw", logits) if wanted.modes else None
         if wanted.steps or wanted.errors or observe is not None:
             logits = self._transform(logits, batch, wanted, errors, observe)
@@ -101,11 +99,29 @@ class Sampler:
         copy = HostCopy(token_ids) if token_ids.is_cuda else None
         return PendingSample(batch.request_ids, token_ids, reports, errors, copy)
 
-    def share_preparation(self, batch: SamplingBatch, rows: SamplingBatch) -> None:
-        """Let `rows`, each of a request of `batch`, use what is prepared for the requests, if that is the same for every row."""
+    def _wanted(self, batch: SamplingBatch) -> "_Wanted":
         if self not in batch.prepared:
             batch.prepared[self] = _Wanted(batch, self)
         wanted: _Wanted = batch.prepared[self]
+        return wanted
+
+    def takes_argmax(self, batch: SamplingBatch) -> bool:
+        """Whether every token is the argmax of the model's logits, and nothing more is wanted. Then whoever has it may hand it to `take`."""
+        wanted = self._wanted(batch)
+        return wanted.greedy and not (wanted.steps or wanted.modes or wanted.errors)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The token ids of the largest logits, int64 [R]; -1 where there is none, for one is nan or +inf."""
+        token_ids, alive = self._argmax(logits)
+        return torch.where(alive, token_ids, -1)
+
+    def take(self, batch: SamplingBatch, token_ids: Tensor) -> "PendingSample":
+        """What `start` gives for a batch that `takes_argmax`, with these tokens of `argmax`."""
+        return PendingSample(batch.request_ids, token_ids, [], {}, HostCopy(token_ids))
+
+    def share_preparation(self, batch: SamplingBatch, rows: SamplingBatch) -> None:
+        """Let `rows`, each of a request of `batch`, use what is prepared for the requests, if that is the same for every row."""
+        wanted = self._wanted(batch)
         if not (wanted.steps or wanted.modes or wanted.errors):
             rows.prepared[self] = wanted
 
@@ -132,8 +148,7 @@ class Sampler:
     def _draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Draw a token for each row that is not greedy, and take the argmax of the others; and whether there is one."""
         greedy = batch.column("greedy")
-        u = torch.from_numpy(uniforms(batch.column("seed"), batch.column("num_output_tokens")))
-        u = u.to(logits.device, non_blocking=True)
+        u = batch.uniforms()
         if not greedy.any():
             return draw(logits, u)
         where = (torch.from_numpy(np.flatnonzero(mask)) for mask in (greedy, ~greedy))

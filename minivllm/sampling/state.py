@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minivllm.sampling.params import SamplingParams
-from minivllm.sampling.random import as_seed
+from minivllm.sampling.random import as_seed, uniforms
 
 __all__ = ["NO_LOGPROBS", "Array", "Matcher", "RequestView", "SamplingBatch", "SamplingState"]
 
@@ -148,6 +148,7 @@ class SamplingState:
         self.requests: dict[str, RequestView] = {}
         self._free = list(range(max_num_seqs))[::-1]
         self._batch: SamplingBatch | None = None
+        self._looking: tuple[bool, Array] | None = None  # of all requests: see `looks_back`
 
     def add(
         self,
@@ -168,7 +169,7 @@ class SamplingState:
         used = params.seed if params.seed is not None else seed
         assert used is not None
         self.requests[request_id] = RequestView(request_id, params, prompt_token_ids, [], used, row, matcher)
-        self._batch = None
+        self._batch = self._looking = None
         try:
             for name, value in column_values(params, used, 0).items():
                 self.columns[name][row] = value
@@ -213,7 +214,17 @@ class SamplingState:
         row = self.requests.pop(request_id).row
         self.counts.remove(row)
         self._free.append(row)
-        self._batch = None
+        self._batch = self._looking = None
+
+    def looks_back(self) -> bool:
+        """Whether the next token of any request depends on which tokens it has, or how many."""
+        if self._looking is None:
+            rows = np.fromiter((view.row for view in self.requests.values()), np.int64, len(self.requests))
+            looks = bool((self.columns["penalised"] | self.columns["unusual"])[rows].any())
+            self._looking = looks, rows[self.columns["min_tokens"][rows] > 0]
+        looks, counting = self._looking
+        early = self.columns["min_tokens"][counting] > self.columns["num_output_tokens"][counting]
+        return looks or bool(early.any())
 
     def batch(self, request_ids: Sequence[str]) -> "SamplingBatch":
         """The rows of these requests, in this order. KeyError for a request without a row."""
@@ -257,6 +268,11 @@ class SamplingBatch:
     def column(self, name: str) -> Array:
         """The values of one column now, [R], numpy."""
         return self.state.columns[name][self.rows]
+
+    def uniforms(self) -> Tensor:
+        """The random number in [0, 1) that draws the next token of each row, float64 [R] on the device."""
+        u = uniforms(self.column("seed"), self.column("num_output_tokens"))
+        return torch.from_numpy(u).to(self.device, non_blocking=True)
 
     def tensor(self, name: str, rows: Array | None = None) -> Tensor:
         """The values of one column now, [R] or those at the batch positions `rows`, on the device."""

@@ -176,7 +176,7 @@ def make_proposer(config: SpeculativeConfig, host: DraftHost | None = None) -> P
     """The proposer that a configuration names. host: needed by those with layers."""
     if not isinstance(config.method, str):
         return config.method
-    if config.method == "ngram":
+    if config.method in ("ngram", "ngram_gpu"):  # the latter in steps that the host waits for
         return NgramProposer(*config.lookup)
     if config.method == "suffix":
         return SuffixProposer(

@@ -5,12 +5,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.sampling.logprobs import Logprob
+from minivllm.sampling.logprobs import HostCopy, Logprob
 from minivllm.sampling.random import uniforms
 from minivllm.sampling.sampler import PendingSample, Sampler, SamplerOutput
 from minivllm.sampling.state import Array, SamplingBatch
@@ -45,6 +46,7 @@ class Verified:
         odds: if the sampler `explains`, of each guess up to the first that was rejected: its probability in the target's distribution
             and in the one that it was drawn from (1 for a plain guess), and, if it was rejected, that of the token in its place
             in what was left (else None).
+        device_drafts: the guesses that were verified, if the device has made them.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -52,6 +54,24 @@ class Verified:
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
     odds: list[tuple[float, float, float | None]] = field(default_factory=list)
+    device_drafts: list[int] = field(default_factory=list)
+
+
+class DeviceVerifier(Protocol):
+    """Verifies drafts that only the device knows, of requests whose newest tokens only it knows.
+
+    chosen: int64 [2, R], tokens and drafts, if that was done already.
+    """
+
+    chosen: Tensor | None
+
+    def uniforms(self, seeds: Array, counts: Array) -> Tensor:
+        """As `SamplingBatch.uniforms`. counts: int64 [R], output tokens before each row, as if the host knew all."""
+        ...
+
+    def verify(self, token_ids: Tensor) -> HostCopy:
+        """Accept the drafts that these tokens, int64 [R], confirm. Returns the drafts, int64 [R], `NO_DRAFT` where there is none."""
+        ...
 
 
 @dataclass(slots=True)
@@ -60,11 +80,19 @@ class DraftBatch(SamplingBatch):
 
     offsets: int64 [R], how many draft tokens stand before the row. draft_ids: int64 [R], the token that is to be tested in the row,
     or NO_DRAFT. draft_probs: the distribution that it was drawn from, float32 [V], or None; one for each row.
+    verifier: of drafts that the device has made; `compared` brings their `draft_ids`.
     """
 
     offsets: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     draft_ids: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     draft_probs: list[Tensor | None] = field(default_factory=list)
+    verifier: DeviceVerifier | None = None
+    compared: HostCopy | None = None
+
+    def uniforms(self) -> Tensor:
+        if self.verifier is None:
+            return SamplingBatch.uniforms(self)
+        return self.verifier.uniforms(self.column("seed"), self.column("num_output_tokens"))
 
     def column(self, name: str) -> Array:
         values = self.state.columns[name][self.rows]
@@ -89,6 +117,11 @@ def _rows_of(batch: SamplingBatch, drafts: Sequence[Draft], at: Sequence[tuple[i
         ),
         draft_probs=[None if q is None else q[place] for q, (_, place) in zip(probs, at, strict=True)],
     )
+
+
+def _places(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
+    """(request, place in its draft) of every row of a step, the place behind the draft included."""
+    return [(i, place) for i, draft in enumerate(drafts) for place in range(len(draft.token_ids) + 1)]
 
 
 def choose_by_ratio(logits: Tensor, q: Tensor, x: Tensor, test: Tensor, u: Tensor) -> Tensor:
@@ -147,7 +180,7 @@ class RejectionSampler:
             raise ValueError(f"the drafts need {starts[-1]} rows of logits, got {len(logits)}")
         results = [Verified(logprobs=None if view.params.logprobs is None else []) for view in batch.requests]
         if not (looks_back or batch.looks_back):
-            at = [(i, place) for i, draft in enumerate(drafts) for place in range(len(draft.token_ids) + 1)]
+            at = _places(drafts)
             rows = _rows_of(batch, drafts, at, said=False)
             self.sampler.share_preparation(batch, rows)
             drawn = self._choose(logits, rows)
@@ -164,6 +197,38 @@ class RejectionSampler:
             rows = _rows_of(batch, drafts, at, said=True)
             alive, place = self._accept(self._choose(logits[where], rows).finish(), rows, at, results), place + 1
         return lambda: results
+
+    def start_on_device(
+        self, logits: Tensor | None, batch: SamplingBatch, drafts: Sequence[Draft], verifier: DeviceVerifier
+    ) -> Callable[[], list[Verified]]:
+        """As `start`, for drafts that the device has made. No choice may look back.
+
+        Args:
+            logits: None if the verifier has `chosen` already.
+            drafts: how many there are of each request.
+        """
+        results = [Verified([], 0, None if view.params.logprobs is None else []) for view in batch.requests]
+        at = _places(drafts)
+        rows = _rows_of(batch, drafts, at, said=False)
+        rows.verifier = verifier
+        self.sampler.share_preparation(batch, rows)
+        chosen = None if verifier.chosen is None else HostCopy(verifier.chosen)
+        drawn = None if logits is None else self._choose(logits, rows)
+
+        def finish() -> list[Verified]:
+            if drawn is not None and rows.compared is not None:
+                got, compared = drawn.finish(), rows.compared.wait()
+            else:
+                assert chosen is not None
+                token_ids, compared = chosen.wait()[:, : len(rows)]
+                got = self.sampler.take(rows, token_ids).finish()
+            rows.draft_ids = compared.numpy()
+            for (i, _), draft in zip(at, rows.draft_ids.tolist(), strict=True):
+                results[i].device_drafts += [draft] if draft != NO_DRAFT else []
+            self._accept(got, rows, at, results)
+            return results
+
+        return finish
 
     def _choose(self, logits: Tensor, rows: DraftBatch) -> PendingSample:
         """A token in every row."""
@@ -184,7 +249,8 @@ class RejectionSampler:
                 result.token_ids.append(token_id)
                 if result.logprobs is not None and (report := drawn.logprobs[row]) is not None:
                     result.logprobs.append(report)
-                rows.state.append(view.request_id, token_id)
+                if rows.state.requests.get(view.request_id) is view:  # else it has lost its row while the step ran
+                    rows.state.append(view.request_id, token_id)
                 if self.explains and rows.draft_ids[row] != NO_DRAFT:
                     result.odds.append(self._odds[row])
                 if token_id == rows.draft_ids[row]:
@@ -196,6 +262,9 @@ class RejectionSampler:
 
     def _accept_rows(self, batch: DraftBatch, logits: Tensor, token_ids: Tensor) -> Tensor:
         """The draft token where it is accepted, else another. token_ids: int64 [R], what the sampler chose."""
+        if batch.verifier is not None:
+            batch.compared = batch.verifier.verify(token_ids)
+            return token_ids
         if self.synthetic_acceptance_rate is not None:
             return self._by_chance(token_ids, batch, self.synthetic_acceptance_rate)
         sure = batch.column("greedy")

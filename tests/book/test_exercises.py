@@ -45,6 +45,7 @@ WITHOUT = {
     "multimodal/inputs": "is a part of what recipes/see_digits puts together; the exercise is there",
     "multimodal/outputs": "is a part of what recipes/see_digits puts together; the exercise is there",
     "multimodal/processor": "is a part of what recipes/see_digits puts together; the exercise is there",
+    "numba_kernels/cuda/drafts": "has its exercise in runtime/device_drafts",
     "numba_kernels/cuda/prefill_hopper": "needs a GPU",
     "serving/lora": "is a list of routes",
     "serving/ray_app": "needs a cluster",

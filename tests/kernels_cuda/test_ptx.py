@@ -17,6 +17,7 @@ from minivllm_kernels.cuda import (
     all_reduce,
     cache,
     decode,
+    drafts,
     gemv,
     launch,
     lora,
@@ -100,6 +101,9 @@ KERNELS = {
     "all-reduce": (lambda: all_reduce.one_shot(BF16, 2), 64),
     "all-reduce, 8 ranks": (lambda: all_reduce.one_shot("float32", 8), 64),
     "silu": (lambda: pointwise.silu_mul(FP16, 4096), 64),
+    "place tokens": (lambda: drafts.place_tokens(16), 64),
+    "verify drafts, n-grams": (lambda: drafts.verify_drafts((2, 4)), 64),
+    "verify drafts, repeated": (lambda: drafts.verify_drafts(None), 64),
     "lora shrink": (lambda: lora.lora_shrink(BF16, 3072), 128),
     "lora expand": (lambda: lora.lora_expand(FP16), 128),
 }

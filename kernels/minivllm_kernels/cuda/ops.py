@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm_kernels.cuda import cache, decode, lora, pointwise, prefill, prefill_hopper, quantized, scan
+from minivllm_kernels.cuda import cache, decode, drafts, lora, pointwise, prefill, prefill_hopper, quantized, scan
 from minivllm_kernels.cuda.all_reduce import (
     MOST_RANKS,
     PeerMemory,
@@ -296,19 +296,18 @@ def decode_work(
     shape: AttentionShape,
     kv_heads: int,
     ends: np.ndarray,
-    rows: np.ndarray,
-    seqs: np.ndarray,
+    rows: np.ndarray | None,
+    seqs: np.ndarray | None,
     device: torch.device,
     window: int | None = None,
     chunk: int | None = None,
 ) -> DecodePlan:
-    """Work items for one query token each in sequences of `ends` tokens; `rows` of q, `seqs` of the block table."""
-    last = np.asarray(ends, np.int64) - 1
-    first = np.zeros_like(last)
+    """Work items for one query token each in sequences of `ends` tokens; `rows` of q, `seqs` of the block table (None: 0, 1, 2 ...)."""
+    first = None
     if window is not None:
-        first = np.maximum(last - window + 1, 0)
+        first = np.maximum(np.asarray(ends, np.int64) - window, 0)
     elif chunk is not None:
-        first = last // chunk * chunk
+        first = (np.asarray(ends, np.int64) - 1) // chunk * chunk
     return plan_decode(
         ends,
         heads=kv_heads * decode.mma_parts(shape),
@@ -345,6 +344,55 @@ def fixed_decode_plan(
     factors = score_factors(scale, soft_cap)
     table, tiles, slots = words[:, None], items[:0], len(items)
     return AttentionPlan(shape, kv_heads, *factors, prefill.NO_WINDOW, slot_mapping, table, items, tiles, warps, slots)
+
+
+def place_tokens(
+    token_ids: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    places: Tensor,
+    rows: Tensor,
+    items: Tensor,
+    words: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    guesses: Tensor,
+    block_size: int,
+) -> None:
+    """Correct tokens of a fixed decode plan that the device knows and the host does not; see `drafts.place_tokens`.
+
+    token_ids, positions, slot_mapping, rows: int64 [T]. places: int32 [T]. items, words: of `fixed_decode_plan`.
+    ids: int32 [rows, longest], counts: int64 [rows], guesses: int32 [rows, k]: what the device knows of each row.
+    """
+    check_contiguous(ids=ids, guesses=guesses, items=items)
+    arrays = token_ids, positions, slot_mapping, places, rows, items, words, ids, counts, guesses
+    grid = -(-len(items) // drafts.THREADS), 1
+    sizes = len(items), ids.shape[1], guesses.shape[1]
+    run(drafts.place_tokens(block_size), token_ids.device, grid, *(x.data_ptr() for x in arrays), *sizes)
+
+
+def verify_drafts(
+    token_ids: Tensor,
+    compared: Tensor,
+    requests: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    guesses: Tensor,
+    luck: Tensor | None,
+    *,
+    vocab_size: int,
+    lookup: tuple[int, int] | None,
+) -> None:
+    """Verify the guesses of `place_tokens`, append what is accepted, and guess again; see `drafts.verify_drafts`.
+
+    token_ids, compared: int64 [T]. requests: int32 [B, 3]. luck: int32 [rows, longest], None for exact acceptance.
+    lookup: shortest and longest n-gram that is looked up; None to repeat the newest token.
+    """
+    check_contiguous(token_ids=token_ids, compared=compared, requests=requests, ids=ids, guesses=guesses, luck=luck)
+    arrays = token_ids, compared, requests, ids, counts, guesses
+    sizes = ids.shape[1], guesses.shape[1], int(luck is not None), vocab_size
+    grid = len(requests), 1
+    run(drafts.verify_drafts(lookup), token_ids.device, grid, *(x.data_ptr() for x in arrays), _address(luck), *sizes)
 
 
 def upload(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:

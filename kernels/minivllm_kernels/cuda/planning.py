@@ -11,8 +11,9 @@ import numpy as np
 __all__ = [
     "BLOCK_SIZES", "FIELDS", "FIXED_CHUNK", "HEAD_DIMS", "MAX_GROUP", "MAX_ITEMS", "MAX_PARTS", "TILE",
     "TILE_CONTEXT", "TILE_FIRST", "TILE_FLOOR", "TILE_QUERIES", "TILE_ROW", "TILE_SEQ", "WORK_END",
-    "WORK_FIRST", "WORK_FIRST_SLOT", "WORK_PARTS", "WORK_ROW", "WORK_SEQ", "WORK_SLOT", "AttentionShape",
-    "DecodePlan", "cut", "item_rungs", "plan_decode", "plan_prefill", "shape_unsupported", "split_at_chunks",
+    "WORK_FIRST", "WORK_FIRST_SLOT", "WORK_PARTS", "WORK_PLANNED", "WORK_ROW", "WORK_SEQ", "WORK_SLOT",
+    "AttentionShape", "DecodePlan", "cut", "item_rungs", "plan_decode", "plan_prefill", "shape_unsupported",
+    "split_at_chunks",
 ]  # fmt: skip
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -65,10 +66,10 @@ def shape_unsupported(dtype: str, head_dim: int, group: int, block_size: int) ->
     return None
 
 
-WORK_SEQ, WORK_ROW, WORK_FIRST, WORK_END, WORK_SLOT, WORK_FIRST_SLOT, WORK_PARTS = range(7)
+WORK_SEQ, WORK_ROW, WORK_FIRST, WORK_END, WORK_SLOT, WORK_FIRST_SLOT, WORK_PARTS, WORK_PLANNED = range(8)
 """Fields of a work item, int32 each. SEQ: row of the block table, or -1 for no work. ROW: row of q and of the output.
 FIRST, END: tokens [first, end). SLOT: where the partial goes, or -1 when the item is a whole sequence.
-FIRST_SLOT, PARTS: all slots of the sequence."""
+FIRST_SLOT, PARTS: all slots of the sequence. PLANNED: in a fixed plan, the END of before the device corrected it."""
 FIELDS = 8  # int32 from one work item, or tile, to the next
 
 
@@ -149,18 +150,22 @@ FIXED_CHUNK = 32  # tiles of a piece in the batch-invariant mode
 def _layout(
     start: bytes, tiles: bytes, heads: int, multiprocessors: int, max_warps: int, batch_invariant: bool
 ) -> DecodePlan:
-    """Work items in whole tiles, SEQ and ROW the number of the sequence. Cached: with few sequences, most steps have the same tiles as the
-    step before.
+    """Work items in whole tiles, the largest first; SEQ and ROW are the number of the sequence. Cached: with few sequences, most steps have the
+    same tiles as the step before.
 
-    start, tiles: int64, the first tile of each sequence and how many there are.
+    start, tiles: int64, the first tile of each sequence (nothing if they are all 0) and how many there are.
     """
-    low, count = np.frombuffer(start, np.int64), np.frombuffer(tiles, np.int64)
+    count = np.frombuffer(tiles, np.int64)
+    low = np.frombuffer(start, np.int64) if start else np.zeros_like(count)
     warps, chunk = 4, np.maximum(FIXED_CHUNK, -(-count // MAX_PARTS))
     if not batch_invariant:
         warps, fitting = choose_chunk(count, heads, multiprocessors, max_warps)
         chunk = np.array(fitting)
     every = np.arange(len(count))
     items, slots = cut(every, every, low * TILE, (low + count) * TILE, chunk)
+    items = items[np.argsort(items[:, WORK_FIRST] - items[:, WORK_END], kind="stable")]
+    if len(items) > MAX_ITEMS:
+        raise ValueError(f"a launch takes at most {MAX_ITEMS} work items, and {len(count)} sequences make {len(items)}")
     items.setflags(write=False)
     return DecodePlan(items, slots, warps)
 
@@ -185,19 +190,22 @@ def plan_decode(
     end = np.asarray(seq_lens, np.int64)
     if end.size == 0 or end.min() < 1:
         raise ValueError("plan_decode needs at least one sequence, and each must have at least one token")
-    every = np.arange(len(end))
-    rows, seqs = (every if x is None else np.asarray(x) for x in (rows, seqs))
-    first = np.zeros_like(end) if first is None else np.asarray(first, np.int64)
-    start = first // TILE
-    tiles = -(-end // TILE) - start
-    layout = _layout(start.tobytes(), tiles.tobytes(), heads, multiprocessors, max_warps, batch_invariant)
+    tiles, start = -(-end // TILE), b""
+    if first is not None:
+        first = np.asarray(first, np.int64)
+        tiles, start = tiles - first // TILE, (first // TILE).tobytes()
+    layout = _layout(start, tiles.tobytes(), heads, multiprocessors, max_warps, batch_invariant)
     items, which = layout.items.copy(), layout.items[:, WORK_SEQ]
-    items[:, WORK_SEQ], items[:, WORK_ROW] = seqs[which], rows[which]
-    items[:, WORK_FIRST] = np.maximum(items[:, WORK_FIRST], first[which])
+    if seqs is not None:
+        items[:, WORK_SEQ] = np.asarray(seqs)[which]
+    if rows is not None:
+        items[:, WORK_ROW] = np.asarray(rows)[which]
+    if first is not None:
+        items[:, WORK_FIRST] = np.maximum(items[:, WORK_FIRST], first[which])
     items[:, WORK_END] = np.minimum(items[:, WORK_END], end[which])
-    if len(items) > MAX_ITEMS:
-        raise ValueError(f"a launch takes at most {MAX_ITEMS} work items, and {len(end)} sequences make {len(items)}")
-    items = items[np.argsort(items[:, WORK_FIRST] - items[:, WORK_END], kind="stable")]
+    sizes = items[:, WORK_END] - items[:, WORK_FIRST]
+    if (sizes[1:] > sizes[:-1]).any():
+        items = items[np.argsort(-sizes, kind="stable")]
     return DecodePlan(items, layout.slots, layout.warps)
 
 
