@@ -72,7 +72,7 @@ class StepCost:
     each number of tokens up to here may compile or be captured; of more tokens, of each size.
     """
 
-    RECENT, STALE, GROWTH, EXACT = 5, 1000, 0.3, 64
+    RECENT, STALE, GROWTH, EXACT = 5, 1000, 0.3, 128
 
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}
@@ -81,14 +81,15 @@ class StepCost:
         self._step = 0
 
     @staticmethod
-    def size(tokens: int) -> int:
-        """The size that this many tokens count as: exact up to 8, then in steps of an eighth."""
-        grain = 1 << max(0, (tokens - 1).bit_length() - 3)
-        return -(-tokens // grain) * grain
+    def size(tokens: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The sizes that these numbers of tokens count as: exact up to 8, then in steps of an eighth."""
+        counts = np.asarray(tokens)
+        grain = 1 << np.maximum(0, np.frexp(counts - 1)[1].astype(np.int64) - 3)
+        return -(-counts // grain) * grain
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Count a step of this many tokens."""
-        self._step, size = self._step + 1, self.size(tokens)
+        self._step, size = self._step + 1, int(self.size(tokens))
         first = tokens if tokens <= self.EXACT else size
         if first not in self._tried:
             self._tried.add(first)
@@ -98,9 +99,17 @@ class StepCost:
         for old in [size for size, seen in self._seen.items() if self._step - seen > self.STALE]:
             del self._times[old], self._seen[old]
 
+    def may_try(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """Which of these numbers, in order, to choose from: the first, whole sizes and the last, since few sizes are soon known and
+        captured; up to one size more than was timed of late."""
+        sizes, most = self.size(tokens), self.size(max(8, *self._times) + 1)
+        sizes[[0, -1]] = tokens[[0, -1]]
+        may: npt.NDArray[np.bool_] = (sizes == tokens) & (tokens <= most)
+        return may
+
     def knows(self, tokens: int) -> bool:
         """Whether steps of this many tokens were timed of late."""
-        return self.size(tokens) in self._times
+        return int(self.size(tokens)) in self._times
 
     def seconds(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
         """What steps of these numbers of tokens take."""
@@ -153,9 +162,10 @@ class DraftLength:
         right = np.asarray(chances, np.float64)[of] ** places
         order = np.argsort(-right, kind="stable")
         gained = batch_size + np.concatenate([[0.0], np.cumsum(right[order])])
-        cost = self.cost.seconds(batch_size + np.arange(len(gained))) + seconds
+        tokens = batch_size + np.arange(len(gained))
+        cost = self.cost.seconds(tokens) + seconds
         rate = gained / cost
-        best = int(rate.argmax())
+        best = int(np.where(self.cost.may_try(tokens), rate, 0).argmax())
         if rate[best] < self.MARGIN * rate[0]:
             best = 0
         plain = float(cost[0]) - seconds

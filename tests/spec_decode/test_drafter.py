@@ -82,11 +82,19 @@ def test_many_more_tokens_than_were_tried_are_taken_for_a_little_dearer():
     assert cost.seconds(np.array([8, 16, 40])).tolist() == pytest.approx([8.0, 8.0 * 1.3, 8.0 * 2.2])
 
 
-def test_the_first_step_of_each_size_beyond_64_does_not_count():
+def test_the_first_step_of_each_size_beyond_128_does_not_count():
     cost = StepCost()
-    for tokens in (70, 71, 72, 64, 63):
+    for tokens in (140, 141, 142, 128, 127):
         cost.observe(tokens, 9.0)
-    assert cost.knows(70) and not cost.knows(64)
+    assert cost.knows(140) and not cost.knows(128)
+
+
+def test_a_batch_carries_whole_sizes_of_tokens_or_all_drafts():
+    length = timed(lambda tokens: 100.0 + tokens)
+    for count in range(1, 12):
+        kept = length.choose([0.9] * count, [4] * count, 20)
+        assert sum(kept) == 4 * count or StepCost.size(20 + sum(kept)) == 20 + sum(kept)
+    assert 0 < sum(length.choose([0.5] * 9, [4] * 9, 20)) < 36
 
 
 # ---- DraftLength
