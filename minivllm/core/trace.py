@@ -108,10 +108,8 @@ class Trace(Recording):
             TraceError: names the first bad event or step.
         """
         fold, i, finished = Fold(self.start), 0, set[str]()
-        drafts, in_flight = (
-            dict[str, int](),
-            dict[int, dict[str, int]](),
-        )  # draft tokens of requests, and by step those in it
+        # draft tokens of requests, and by step those that are being verified
+        drafts, in_flight = dict[str, int](), dict[int, dict[str, int]]()
         for step, events in by_step(self.events):
             for event in events:
                 if event[0] == "draft":

@@ -70,9 +70,8 @@ class DeviceDrafts:
             self.tokens.counts[row] = count
             self.tokens.guesses[row] = torch.tensor(guesses, dtype=torch.int32)
             if self.luck is not None and self.rate is not None:
-                before = (
-                    np.arange(self.luck.shape[1]) - count + requests.column("num_output_tokens")[i]
-                )  # output tokens
+                outputs = requests.column("num_output_tokens")[i]
+                before = np.arange(self.luck.shape[1]) - count + outputs
                 seed = np.broadcast_to(requests.column("seed")[i] ^ np.uint64(RejectionSampler.SYNTHETIC), before.shape)
                 self.luck[row] = torch.from_numpy((uniforms(seed, before) < self.rate).astype(np.int32))
         self.current[step.rows] = True

@@ -589,12 +589,8 @@ class ModelRunner:
                 self.graphs = None
                 return None
             greedy = self._takes_argmax(step, padded, ahead)
-            key = (
-                padded,
-                adapted,
-                greedy,
-                *(fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True)),
-            )
+            shapes = (fixed.fill(batch) for fixed, batch in zip(plans, step.attention, strict=True))
+            key = padded, adapted, greedy, *shapes
         except BufferFull:
             return None
         ids[:rows], ids[rows:], at[:rows], at[rows:] = step.token_ids, 0, turned, 0

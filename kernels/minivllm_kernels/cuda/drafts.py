@@ -12,9 +12,7 @@ NOT_DRAFTED = -1  # in the places of a token that the host knows, and of a guess
 THREADS = 128
 
 PLACE_SIGNATURE = " ".join(
-    [
-        "i64* i64* i64* i32*"
-    ]  # of the step's tokens: token ids, positions, slots to write; places behind the newest known token
+    ["i64* i64* i64* i32*"]  # of the tokens: ids, positions, slots to write; places behind the newest known token
     + ["i64* i32* i32*"]  # rows of the tokens; work items; the buffer that holds the block table
     + ["i32* i64* i32*"]  # of the rows: known tokens, how many they are, guesses
     + ["i32 i32 i32"]  # num_items; longest: tokens that a row has room for; k: guesses of a row
