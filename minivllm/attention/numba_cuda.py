@@ -151,7 +151,6 @@ class NumbaCudaFixedDecode:
         items, used = self._items, len(work.items)
         items[:used], items[used:] = work.items, -1
         items[:used, 0] = start + work.items[:, 0] * table.shape[1]
-        items[:used, 7] = work.items[:, 3]  # for `place`
         launched = self._rungs[bisect.bisect_left(self._rungs, used)]
         self.warps, self.items = work.warps, self.items[:launched]
         return work.warps, launched

@@ -45,7 +45,7 @@ class DeviceDrafts:
 
     Attributes:
         tokens: of each row, all that the device knows, and its guesses at what follows.
-        luck: int32 [rows, longest], for synthetic acceptance: 1 if a guess with so many tokens before it is accepted; None for the exact rule.
+        luck: int32 [rows, longest], for synthetic acceptance: 1 at n if a guess behind n tokens is accepted; None for the exact rule.
         current: bool [rows]: whether they are the newest; not so for a row whose last step verified drafts of the host.
     """
 

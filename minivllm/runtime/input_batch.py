@@ -3,7 +3,9 @@
 # Generated from nbs/runtime/input_batch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,16 +47,13 @@ class BlockTable:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
-    """The arrays of one step, in scheduling order. ``B`` requests, ``T`` tokens.
+class StepLayout:
+    """How the tokens of a step lie: the same in the next step, if it has the same requests with the same counts. ``B`` requests, ``T`` tokens.
 
     request_ids: the B requests. rows: int64 [B], their rows. counts: int64 [B], their tokens in this step. starts: int64 [B + 1],
     where they begin among the T. row_of_token, place: int64 [T], of each token the row, and how far it stands behind the first of its
-    request. token_ids, positions: int64 [T]. attention: one AttentionBatch for each KV cache group; a
-    draft token, and the token before the first, is a separate request there.
-    last_token: int64 [B], index into the T tokens of each request's last one.
-    samples: bool [B], whether a new token is sampled: the last scheduled token is the last known one, or a draft token, and the
-    row draws.
+    request. Of the Q queries of the attention: query_rows: int64 [Q]. query_ends: int64 [Q], the last of the T tokens. query_start_loc:
+    int32 [Q + 1]. A draft token, and the token before the first, is a query by itself.
     """
 
     request_ids: list[str]
@@ -63,6 +62,24 @@ class StepInputs:
     starts: Int64
     row_of_token: Int64
     place: Int64
+    query_rows: Int64
+    query_ends: Int64
+    query_start_loc: Int32
+
+
+_NAMES = [field.name for field in fields(StepLayout)]
+_VALUES = attrgetter(*_NAMES)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs(StepLayout):
+    """The arrays of one step, in scheduling order.
+
+    token_ids, positions: int64 [T]. attention: one AttentionBatch for each KV cache group. last_token: int64 [B], index into the T
+    tokens of each request's last one. samples: bool [B], whether a new token is sampled: the last scheduled token is the last known
+    one, or a draft token, and the row draws.
+    """
+
     token_ids: Int64
     positions: Int64
     attention: list[AttentionBatch]
@@ -70,38 +87,19 @@ class StepInputs:
     samples: npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What the arrays of a step have in common with the next step of the same requests with the same counts. As in `StepInputs`, and:
-
-    of, last: int64 [Q], of the queries of the attention: the row, and which of the T tokens is the last. begins: int32 [Q + 1].
-    """
-
-    key: tuple[object, ...]
-    request_ids: list[str]
-    rows: Int64
-    counts: Int64
-    starts: Int64
-    row_of_token: Int64
-    place: Int64
-    of: Int64
-    last: Int64
-    begins: Int32
-
-
-def _shape(key: tuple[object, ...], rows: Int64, num_scheduled: dict[str, int], drafts: Container[str]) -> _Shape:
-    """drafts: requests each of whose tokens is one query, which attends to what stands before it."""
+def _layout(rows: Int64, num_scheduled: dict[str, int], drafts: Container[str]) -> StepLayout:
+    """drafts: requests with draft tokens."""
     counts = np.fromiter(num_scheduled.values(), np.int64, len(rows))
     starts = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
-    row_of_token, begins_one = np.repeat(rows, counts), np.zeros(starts[-1], np.bool_)
+    row_of_token, begins = np.repeat(rows, counts), np.zeros(starts[-1], np.bool_)
     if drafts:
-        begins_one |= np.repeat(np.fromiter((r in drafts for r in num_scheduled), np.bool_, len(rows)), counts)
-    begins_one[starts[:-1]] = True
-    begins = np.append(np.flatnonzero(begins_one), starts[-1])
+        begins |= np.repeat(np.fromiter((r in drafts for r in num_scheduled), np.bool_, len(rows)), counts)
+    begins[starts[:-1]] = True
+    queries = np.append(np.flatnonzero(begins), starts[-1])
     place = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
-    queries = row_of_token[begins[:-1]], begins[1:] - 1, begins.astype(np.int32)
-    return _Shape(key, list(num_scheduled), rows, counts, starts, row_of_token, place, *queries)
+    of_queries = row_of_token[queries[:-1]], queries[1:] - 1, queries.astype(np.int32)
+    return StepLayout(list(num_scheduled), rows, counts, starts, row_of_token, place, *of_queries)
 
 
 class InputBatch:
@@ -122,7 +120,9 @@ class InputBatch:
         self.draws = np.zeros(max_num_seqs, np.bool_)
         self.block_tables = [BlockTable(max_num_seqs, max_model_len, size) for size in block_sizes]
         self._free_rows = list(range(max_num_seqs))[::-1]
-        self._last: _Shape | None = None  # of the last step, as long as no request gets or loses a row
+        self._last: tuple[object, StepLayout] | None = (
+            None  # the last step's, as long as no request gets or loses a row
+        )
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -176,32 +176,33 @@ class InputBatch:
             drafts: the draft tokens among them, which are a request's last.
             ahead: the device knows the tokens and corrects the lengths; they are planned so that few steps need another plan.
         """
-        key, shape = (*num_scheduled.items(), *(drafts or ())), self._last
-        if shape is None or shape.key != key:  # most steps have the requests of the one before
+        key = (*num_scheduled.items(), *(drafts or ()))
+        if self._last is None or self._last[0] != key:  # most steps have the requests of the one before
             rows = np.fromiter((self.row_of[r] for r in num_scheduled), np.int64, len(num_scheduled))
-            self._last = shape = _shape(key, rows, num_scheduled, drafts or {})
-        computed = self.num_computed[shape.rows]
+            self._last = key, _layout(rows, num_scheduled, drafts or {})
+        layout = self._last[1]
         if drafts:
             self._write(drafts)
-        positions = self.num_computed[shape.row_of_token] + shape.place
-        lengths, attention = positions[shape.last] + 1, []
+        rows, of_token = layout.rows, layout.row_of_token
+        positions = self.num_computed[of_token] + layout.place
+        lengths, attention = positions[layout.query_ends] + 1, []
         lengths = (round_lengths(lengths) if ahead else lengths).astype(np.int32)
         for table in self.block_tables:
-            size, longest = table.block_size, max(1, int(table.num_blocks[shape.rows].max()))
-            slots = table.ids[shape.row_of_token, positions // size].astype(np.int64) * size + positions % size
-            attention.append(AttentionBatch(shape.begins, lengths, table.ids[shape.of, :longest], slots))
+            size, longest = table.block_size, max(1, int(table.num_blocks[rows].max()))
+            slots = table.ids[of_token, positions // size].astype(np.int64) * size + positions % size
+            blocks = table.ids[layout.query_rows, :longest]
+            attention.append(AttentionBatch(layout.query_start_loc, lengths, blocks, slots))
+        token_ids = self.token_ids[of_token, positions].astype(np.int64)
+        samples = (self.num_computed[rows] + layout.counts >= self.num_tokens[rows]) & self.draws[rows]
+        shared: dict[str, Any] = dict(zip(_NAMES, _VALUES(layout), strict=True))
+        last_token = layout.starts[1:] - 1
         return StepInputs(
-            request_ids=shape.request_ids,
-            rows=shape.rows,
-            counts=shape.counts,
-            starts=shape.starts,
-            row_of_token=shape.row_of_token,
-            place=shape.place,
-            token_ids=self.token_ids[shape.row_of_token, positions].astype(np.int64),
+            **shared,
+            token_ids=token_ids,
             positions=positions,
             attention=attention,
-            last_token=shape.starts[1:] - 1,
-            samples=(computed + shape.counts >= self.num_tokens[shape.rows]) & self.draws[shape.rows],
+            last_token=last_token,
+            samples=samples,
         )
 
     def _write(self, drafts: dict[str, list[int]]) -> None:

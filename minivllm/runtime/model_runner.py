@@ -364,7 +364,7 @@ class ModelRunner:
         chosen = np.flatnonzero(step.samples)
         drafts, last_and_rows = list[Draft](), (step.last_token[chosen], step.rows[chosen])
         if guesses or self.device_drafts is not None:
-            drafts, last_and_rows = self._draft_inputs(step, chosen, output)
+            drafts, last_and_rows = self._draft_inputs(step, chosen, output, last_and_rows)
         if self.adapters is not None:
             self.adapters.use(np.repeat(self.lora_slots[step.rows], step.counts))
         turned = step.positions if self.mrope is None or not self.mrope.ahead else self.mrope.positions(step)
@@ -398,9 +398,9 @@ class ModelRunner:
         return pending
 
     def _draft_inputs(
-        self, step: StepInputs, chosen: Int64, output: SchedulerOutput
+        self, step: StepInputs, chosen: Int64, output: SchedulerOutput, last_and_rows: tuple[Int64, Int64]
     ) -> tuple[list[Draft], tuple[Int64, Int64]]:
-        """What the step is to verify of each request, and the tokens that something is sampled behind, and their rows."""
+        """What the step is to verify of each request; the tokens that something is sampled behind, and their rows (`last_and_rows` without drafts)."""
         guesses, ahead = output.scheduled_spec_decode_tokens, output.drafts_on_device
         names = [step.request_ids[i] for i in chosen]
         if self.drafter is None or self.device_drafts is not None:
@@ -412,9 +412,7 @@ class ModelRunner:
             return drafts, (step.place, step.row_of_token)
         if self.device_drafts is not None:
             self.device_drafts.current[step.rows] = False
-        if not guesses:
-            return [], (step.last_token[chosen], step.rows[chosen])
-        return drafts, _sampled_places(step.last_token[chosen], step.rows[chosen], drafts)
+        return (drafts, _sampled_places(*last_and_rows, drafts)) if guesses else ([], last_and_rows)
 
     def _relaunch(self, output: SchedulerOutput, pending: "PendingStep", same: SameStep) -> bool:
         """Launch a step whose arrays the device has already; False if it has not."""

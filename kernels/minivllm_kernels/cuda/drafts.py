@@ -109,7 +109,7 @@ def verify_drafts(lookup: tuple[int, int] | None) -> CudaKernel:
 
     tokens: int64 [T], which the model chose. drafts: int64 [T], gets the guess that each was compared with, or `NOT_DRAFTED`.
     requests: int32 [B, 3]: the row, or -1 for none; the first of its tokens; how many guesses follow it. luck: int32 [rows, longest], for synthetic
-    acceptance: 1 if a guess is accepted with so many tokens before it. lookup: shortest and longest n-gram to guess by; None to repeat the newest
+    acceptance: 1 at n if a guess behind n tokens is accepted. lookup: shortest and longest n-gram to guess by; None to repeat the newest
     token.
     """
     T = THREADS

@@ -69,7 +69,7 @@ def shape_unsupported(dtype: str, head_dim: int, group: int, block_size: int) ->
 WORK_SEQ, WORK_ROW, WORK_FIRST, WORK_END, WORK_SLOT, WORK_FIRST_SLOT, WORK_PARTS, WORK_PLANNED = range(8)
 """Fields of a work item, int32 each. SEQ: row of the block table, or -1 for no work. ROW: row of q and of the output.
 FIRST, END: tokens [first, end). SLOT: where the partial goes, or -1 when the item is a whole sequence.
-FIRST_SLOT, PARTS: all slots of the sequence. PLANNED: in a fixed plan, the END of before the device corrected it."""
+FIRST_SLOT, PARTS: all slots of the sequence. PLANNED: END, which the device may correct."""
 FIELDS = 8  # int32 from one work item, or tile, to the next
 
 
@@ -203,6 +203,7 @@ def plan_decode(
     if first is not None:
         items[:, WORK_FIRST] = np.maximum(items[:, WORK_FIRST], first[which])
     items[:, WORK_END] = np.minimum(items[:, WORK_END], end[which])
+    items[:, WORK_PLANNED] = items[:, WORK_END]
     sizes = items[:, WORK_END] - items[:, WORK_FIRST]
     if (sizes[1:] > sizes[:-1]).any():
         items = items[np.argsort(-sizes, kind="stable")]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from minivllm_kernels.cuda import drafts
-from minivllm_kernels.cuda.planning import WORK_END, WORK_FIRST, WORK_PLANNED, WORK_ROW, WORK_SEQ, plan_decode
+from minivllm_kernels.cuda.planning import WORK_END, WORK_FIRST, WORK_ROW, WORK_SEQ, plan_decode
 
 ROWS, LONGEST, K, VOCAB = 5, 300, 4, 50
 
@@ -60,7 +60,7 @@ def test_tokens_find_their_places(block_size, seed):
     start = 7 + np.arange(len(rows)) * 40  # of each token's row of the block table
     items = np.concatenate([plan.items, np.full((5, 8), -1, np.int32)])
     used = items[: len(plan.items)]
-    used[:, WORK_SEQ], used[:, WORK_PLANNED] = start[used[:, WORK_ROW]], used[:, WORK_END]
+    used[:, WORK_SEQ] = start[used[:, WORK_ROW]]
     before, token_ids, positions, slots = items.copy(), np.full(6, -5), planned.copy(), np.full(6, -6)
     kernel = drafts.place_tokens(block_size)
     grid = -(-len(items) // drafts.THREADS), 1
