@@ -11,7 +11,7 @@ from itertools import islice, takewhile
 
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.config import CacheConfig, KVCacheConfig, KVCacheRules, KVCacheSpec
-from minivllm.core.prefix import extend_block_hashes, make_prefix_index
+from minivllm.core.prefix import PREFIX_INDEXES, extend_block_hashes
 from minivllm.core.request import Request
 
 __all__ = ["CacheHit", "KVCacheManager", "SingleTypeKVCacheManager"]
@@ -23,7 +23,7 @@ class SingleTypeKVCacheManager:
     def __init__(self, group: int, spec: KVCacheSpec, pool: BlockPool, index: str) -> None:
         self.group, self.spec, self.block_pool = group, spec, pool
         self.block_size = spec.block_size
-        self.index = make_prefix_index(index, spec.block_size)
+        self.index = PREFIX_INDEXES[index](spec.block_size)
         self.tables: dict[str, list[KVCacheBlock]] = {}
         self.num_cached: dict[str, int] = {}
         self.num_skipped: dict[str, int] = {}
