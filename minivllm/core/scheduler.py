@@ -151,11 +151,6 @@ class Scheduler(Recorder):
         specs, pool = [group.spec for group in self.kv_cache_manager.groups], self.kv_cache_manager.block_pool
         self.max_model_len = tokens_held(specs, pool.num_blocks, config.max_model_len, config.max_num_batched_tokens)
 
-    @property
-    def policy(self) -> Policy:
-        """The policy in use. Set another at any time between two steps with `set_policy`."""
-        return self._guard.policy
-
     def set_policy(self, policy: Policy) -> None:
         """Use another policy from the next step on."""
         guard = PolicyGuard(policy, self._policy_timeout)
@@ -612,7 +607,8 @@ class Scheduler(Recorder):
             return "in_flight"
         if request.request_id in self._kept:
             return "blocks_in_use"
-        if not self._has_slot(request.lora_name, draft):
+        name, adapters = request.lora_name, self.adapters
+        if name is not None and adapters.count and not adapters.can_take(name, draft.loras_in_use):
             return "max_loras"
         if request.status is RequestStatus.SWAPPED:
             return self._admit_swapped(request, draft)
@@ -649,10 +645,6 @@ class Scheduler(Recorder):
         return (
             self._fit_media(request, computed, n, draft.budget, draft) if n and request.mm_features else (n, "policy")
         )
-
-    def _has_slot(self, name: str | None, draft: _Draft) -> bool:
-        """Whether an adapter (None: no adapter) lies in a slot, or could get one."""
-        return name is None or not self.adapters.count or self.adapters.can_take(name, draft.loras_in_use)
 
     def _take_slot(self, request: Request, draft: _Draft) -> int:
         """The slot of the request's adapter; -1 if it has none. What must be loaded for it goes into the draft."""
