@@ -72,11 +72,7 @@ def branches(tree: PrefixTreeData) -> Branches:
 
 
 class PrefixTree(TraceView):
-    """The tree of cached prefixes after each step: what is in use, kept, lost, and how often it was found.
-
-    Args:
-        trace, tokenizer: see `TraceView`.
-    """
+    """The tree of cached prefixes after each step: what is in use, kept, lost, and how often it was found."""
 
     module = "prefix_tree"
     title = "Prefix tree"

@@ -57,11 +57,7 @@ def _columns(rows: np.ndarray) -> np.ndarray:
 
 
 class Timeline(TraceView):
-    """Requests by steps (or by seconds): prefill chunks, decodes, waiting and why, preemptions, ends; tokens and queues beneath.
-
-    Args:
-        trace, tokenizer: see `TraceView`.
-    """
+    """Requests by steps (or by seconds): prefill chunks, decodes, waiting and why, preemptions, ends; tokens and queues beneath."""
 
     module = "timeline"
     title = "Timeline"
