@@ -77,9 +77,7 @@ class PrefixTree(TraceView):
     module = "prefix_tree"
     title = "Prefix tree"
     figure_size = (8.0, 4.5)
-
-    def make_reader(self) -> TreeReader:
-        return TreeReader()
+    reader = TreeReader
 
     @cached_property
     def tree(self) -> PrefixTreeData:

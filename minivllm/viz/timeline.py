@@ -63,9 +63,7 @@ class Timeline(TraceView):
     title = "Timeline"
     wide = True
     figure_size = (9.0, 5.0)
-
-    def make_reader(self) -> TimelineReader:
-        return TimelineReader()
+    reader = TimelineReader
 
     @cached_property
     def lanes(self) -> TimelineData:
