@@ -64,13 +64,7 @@ class SelfAttentionSpec(TokenMixerSpec):
     gate: str | None = None
 
     def __post_init__(self) -> None:
-        self._check()
-
-    def _check(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self.check_counts("num_heads", "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads equally")
 

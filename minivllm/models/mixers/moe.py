@@ -111,9 +111,8 @@ class MoESpec(MixerSpec):
     held: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        self.check_counts("num_experts")
         count, router = self.num_experts, self.router
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"num_experts must be a whole number of at least 1, got {count!r}")
         if count % router.groups or router.top_groups > router.groups:
             raise ValueError(f"{count} experts, {router.groups} groups, {router.top_groups} of them: that does not go")
         if router.top_k > count // router.groups * router.top_groups:
