@@ -22,9 +22,9 @@ from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
     "FAMILIES", "GEMMA_NORMS", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "MTPSpec", "MediaSpec",
-    "Unpack", "WeightNames", "family", "qwen2", "read_attention", "read_common", "read_layer_types",
-    "read_mlp", "read_rope", "read_rope_of_type", "read_window_per_layer", "spec_from_config",
-    "windowed_layers", "windows_from_types",
+    "NamedWeight", "Unpack", "WeightNames", "family", "qwen2", "read_attention", "read_common",
+    "read_layer_types", "read_mlp", "read_rope", "read_rope_of_type", "read_window_per_layer",
+    "spec_from_config", "windowed_layers", "windows_from_types",
 ]  # fmt: skip
 
 
@@ -147,6 +147,9 @@ class MediaSpec:
     token_id: int
     modality: str = "image"
     whole: bool = False
+
+
+NamedWeight = tuple[str, Tensor | QuantizedWeight]
 
 
 def _rows(rule: Unpack, weight: QuantizedWeight) -> dict[str, QuantizedWeight]:
@@ -299,9 +302,7 @@ class DecoderSpec:
         full = name if name.startswith(self.names.prefix) else self.names.prefix + name
         return full if full in heads or not full.startswith(self.ignored) else None
 
-    def unpacked(
-        self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]
-    ) -> Iterator[tuple[str, Tensor | QuantizedWeight]]:
+    def unpacked(self, weights: Iterable[NamedWeight]) -> Iterator[NamedWeight]:
         """A checkpoint's tensors in the form of `weight_shapes`. Of a quantized weight, rows can be taken and reordered.
 
         Raises:
