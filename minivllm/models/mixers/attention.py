@@ -154,16 +154,8 @@ class SelfAttention(Mixer):
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """[T, hidden_size] to the same shape; writes the step's keys and values into this layer's cache."""
         kv_cache, plan = context.kv_caches[self.cache], context.plans[self.group]
-        q = self.ops.rope_and_cache(
-            self.qkv(x),
-            kv_cache,
-            plan.slot_mapping,
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            qk_norm=self.qk_norm,
-            rotation=context.rotations[self.rotation],
-            backend=self.backend,
-        )
+        rotation = context.rotations[self.rotation]
+        q = self.ops.rope_and_cache(self, self.qkv(x), kv_cache, plan.slot_mapping, rotation)
         if self.spec.temperature is not None:
             q = q * _temperatures(context.positions, *self.spec.temperature)[:, None, None].to(q.dtype)
         out = self.backend.attend(q, kv_cache, plan).reshape(x.shape[0], -1)

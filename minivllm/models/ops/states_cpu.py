@@ -28,7 +28,9 @@ def _lanes(size: int) -> int:
     return math.gcd(host_lanes(), size)
 
 
-def _as_int(eps: float) -> int:
+@functools.cache
+def as_int(eps: float) -> int:
+    """The bits of a float32, with which a kernel is compiled."""
     return int(np.float32(eps).view(np.int32))
 
 
@@ -162,7 +164,7 @@ class NumbaCPUStateOps(StateOps):
             return StateOps.gated_norm(self, y, z, weight, eps, gate_first)
         tokens, groups, size = y.shape
         out, shared = torch.empty((tokens, groups * size), dtype=z.dtype), len(weight) == 1
-        which = _kernel("gated_norm", size, BITS[z.dtype], _lanes(size), int(gate_first), _as_int(eps))
+        which = _kernel("gated_norm", size, BITS[z.dtype], _lanes(size), int(gate_first), as_int(eps))
         threads, items = torch.get_num_threads(), tokens * groups
         own = [_address(y), *_rows(z), _address(weight), 0 if shared else size, _address(out), groups]
         LAUNCHER.run(which, pack(items, max(items // (4 * threads), 1), *own), threads)
