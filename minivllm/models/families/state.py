@@ -243,10 +243,8 @@ def jamba(r: ConfigReader) -> DecoderSpec:
         )
         for i in range(count)
     ]
-    final, unpack = (
-        WeightNames(final_norm="model.final_layernorm.weight"),
-        stacked_experts("feed_forward.experts", names),
-    )
+    final = WeightNames(final_norm="model.final_layernorm.weight")
+    unpack = stacked_experts("feed_forward.experts", names)
     return DecoderSpec(**read_common(r), layers=tuple(layers), names=final, unpack=unpack)
 
 
