@@ -403,14 +403,13 @@ PRE_TOKENIZERS = {
     "llama-bpe": PreTokenizer(_regex_split(LLAMA3_SPLIT), ignore_merges=True, add_bos=True),
     "qwen2": PreTokenizer(_regex_split(QWEN2_SPLIT), normalizer=normalizers.NFC()),
 }
-PRE_TOKENIZER_ALIASES = {
+PRE_TOKENIZER_ALIASES = {  # further names that llama.cpp has for the same
     "phi-2": "gpt-2",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
     "falcon3": "llama-bpe",
     "deepseek-r1-qwen": "qwen2",
 }
-"""Further names that llama.cpp has for the same."""
 
 
 def tokenizer_from_gguf(gguf: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:

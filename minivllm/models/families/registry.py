@@ -8,6 +8,7 @@ from minivllm.models import gguf, spec
 from minivllm.models.families import deepseek, dense, encoders, media, moe, state
 
 _MODULES = (spec, dense, moe, deepseek, encoders, state, media)  # importing them has registered their families
+spec_from_config = spec.spec_from_config  # so here it knows them all
 
 
 def architectures(pooling: bool | None = None) -> tuple[str, ...]:
@@ -20,9 +21,6 @@ def is_known(hf_config: dict[str, Any]) -> bool:
     named = (hf_config.get("architectures") or [None])[0]
     return named in spec.FAMILIES if named else spec._ARCHITECTURE_OF.get(hf_config.get("model_type") or "") is not None
 
-
-spec_from_config = spec.spec_from_config
-"""The same with all families, whichever module of them was imported."""
 
 _KINDS = {encoders.__name__: "pooling", state.__name__: "states", media.__name__: "pictures"}
 TESTED = {

@@ -9,6 +9,7 @@ from torch import Tensor
 from minivllm.attention.state import Sequences, StateView
 from minivllm.models.mixers.base import LinearSpec, register_mixer
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec
+from minivllm.models.ops.states import Fixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,5 +64,5 @@ class DeltaNet(StateMixer):
         s, w, ops, heads = self.spec, self.wide, self.ops.states, self.spec.num_v_heads
         qkv, z, b, a = u.split((s.channels, heads * s.v_dim, heads, heads), 1)
         qkv = ops.conv(qkv, w["conv1d.weight"], None, views[0], where)
-        y = ops.delta(qkv, b, a, w["dt_bias"], w["A"], s.num_k_heads, views[1], where)
+        y = ops.delta(qkv, b, a, Fixed(w["dt_bias"], w["A"]), s.num_k_heads, views[1], where)
         return ops.gated_norm(y, z, w["norm.weight"][None], s.eps, gate_first=False)

@@ -10,6 +10,7 @@ from minivllm.attention.state import Sequences, StateView
 from minivllm.models.linear.layer import Linear
 from minivllm.models.mixers.base import LinearSpec, register_mixer
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec
+from minivllm.models.ops.states import Fixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,4 +78,4 @@ class Mamba1(StateMixer):
             parts = tuple(self.ops.rms_norm(part, w, s.norm_eps) for part, w in zip(parts, norms, strict=True))
         dt, B, C = parts
         dt = self.dt_proj(ops.contiguous(dt))
-        return ops.selective(x, dt, w["dt_proj.bias"], w["A"], B, C, w["D"], z, views[1], where)
+        return ops.selective(x, dt, B, C, z, Fixed(w["dt_proj.bias"], w["A"], w["D"]), views[1], where)

@@ -11,6 +11,7 @@ from torch import Tensor
 from minivllm.attention.state import Sequences, StateView
 from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec
+from minivllm.models.ops.states import Fixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,6 @@ class Mamba2(StateMixer):
         s, w, ops = self.spec, self.wide, self.ops.states
         z, xBC, dt = u.split((s.inner, s.channels, s.num_heads), 1)
         xBC = ops.conv(xBC, w["conv1d.weight"], w.get("conv1d.bias"), views[0], where)
-        y = ops.ssd(xBC, dt, w["dt_bias"], self.limits, w["A"], w["D"], s.num_groups, views[1], where)
+        y = ops.ssd(xBC, dt, Fixed(w["dt_bias"], w["A"], w["D"], self.limits), s.num_groups, views[1], where)
         weight = w["norm.weight"].view(s.num_groups, -1)
         return ops.gated_norm(y.view(len(u), *weight.shape), z, weight, s.eps, gate_first=True)
