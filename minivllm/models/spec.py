@@ -548,10 +548,10 @@ def read_mlp(r: ConfigReader, **fields: Any) -> GatedMLPSpec:
     return GatedMLPSpec(**fields)
 
 
-def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int | None]:
+def read_window_per_layer(r: ConfigReader) -> list[int | None]:
     """Qwen's rule: `layer_types`, or a window from layer `max_window_layers` on; nothing without `use_sliding_window`."""
     count = r.need("num_hidden_layers")
-    start, types = r.get("max_window_layers", default_start), r.get("layer_types")
+    start, types = r.get("max_window_layers", 28), r.get("layer_types")
     window, used = r.get("sliding_window", 4096), r.get("use_sliding_window", False)
     window = window if used else None
     if types is None:
@@ -559,12 +559,10 @@ def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int 
     return windows_from_types(r, types, window)
 
 
-def read_layer_types(
-    r: ConfigReader, every: int, usual: str = "sliding_attention", every_nth: str = "full_attention"
-) -> list[str]:
-    """`layer_types` of the config; without it, `every_nth` for each `every`-th layer and `usual` for the others."""
+def read_layer_types(r: ConfigReader, every: int, usual: str = "sliding_attention") -> list[str]:
+    """`layer_types` of the config; without it, `full_attention` for each `every`-th layer and `usual` for the others."""
     given, count = r.get("layer_types"), r.need("num_hidden_layers")
-    return given or [usual if (i + 1) % every else every_nth for i in range(count)]
+    return given or [usual if (i + 1) % every else "full_attention" for i in range(count)]
 
 
 def windows_from_types(r: ConfigReader, types: list[str], window: int | None) -> list[int | None]:

@@ -129,7 +129,9 @@ class MoESpec(MixerSpec):
         `all_to_all` the shared expert is, too."""
         blocks, local = {}, self
         if share.by_expert:
-            count = share.divide("experts", self.num_experts)
+            count, rest = divmod(self.num_experts, share.size)
+            if rest:
+                raise ValueError(f"{self.num_experts} experts cannot be split among {share.size} ranks equally")
             local = replace(self, held=(share.rank * count, count))
             blocks["expert"] = SplitBlock(self.expert, {})
         else:
