@@ -103,15 +103,16 @@ def bearer(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
-def _post_events(url: str, body: dict[str, Any], headers: dict[str, str], tls: ssl.SSLContext | None) -> Iterator[Any]:
+def _post_events(url: str, body: dict[str, Any], api_key: str | None = None, insecure: bool = False) -> Iterator[Any]:
     """The events of a streamed answer. Leaving the loop closes the connection, which aborts the request.
 
     Raises:
         ServerError: the server refuses, or breaks off. OSError: no connection. ValueError: a bad address.
     """
+    tls = tls_context(insecure) if url.startswith("https") else None
 
     async def stream() -> AsyncIterator[Any]:
-        async with request("POST", url, body | {"stream": True}, headers, tls) as response:
+        async with request("POST", url, body | {"stream": True}, bearer(api_key), tls) as response:
             async for event in read_events(response.aiter_lines()):
                 yield event
 
@@ -133,23 +134,24 @@ class Remote:
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None, insecure: bool = False) -> None:
         base = url.rstrip("/").removesuffix("/v1")
-        self.base, tls = base + "/v1", tls_context(insecure) if base.startswith("https") else None
-        self._how = bearer(api_key), tls
-        names = [card["id"] for card in asyncio.run(get_json(self.base + "/models", *self._how))["data"]]
+        self.base, self.api_key, self.insecure = base + "/v1", api_key, insecure
+        tls = tls_context(insecure) if base.startswith("https") else None
+        names = [card["id"] for card in asyncio.run(get_json(self.base + "/models", bearer(api_key), tls))["data"]]
         if model is not None and model not in names:
             raise ValueError(f"{self.base} does not serve {model!r}; it serves {', '.join(names)}")
         self.model = model or names[0]
 
     def complete(self, prompt: str, **fields: Any) -> Iterator[tuple[int, str]]:
         """Pieces of completions, each with the number of its completion. ``fields``: of the request."""
-        body = {"model": self.model, "prompt": prompt} | fields
-        for event in _post_events(self.base + "/completions", body, *self._how):
+        for event in _post_events(
+            self.base + "/completions", {"model": self.model, "prompt": prompt} | fields, self.api_key, self.insecure
+        ):
             for choice in event["choices"]:
                 yield choice["index"], choice["text"]
 
     def chat(self, messages: list[dict[str, str]], **fields: Any) -> Iterator[str]:
         """Pieces of the answer to a conversation."""
         body = {"model": self.model, "messages": messages} | fields
-        for event in _post_events(self.base + "/chat/completions", body, *self._how):
+        for event in _post_events(self.base + "/chat/completions", body, self.api_key, self.insecure):
             for choice in event["choices"]:
                 yield choice["delta"].get("content") or ""
