@@ -1064,11 +1064,9 @@ def _explain_cache(args: EngineArgs, machine: MachineFacts, dtype: Decision) -> 
 
 def _without_cache(args: EngineArgs) -> EngineArgs:
     """The settings of a model whose attention goes both ways. Raises ValueError for one that means nothing there."""
-    for name in ("speculative_config", "enable_lora", "kv_cache_dtype", "num_cpu_blocks"):
-        if getattr(args, name) not in (None, 0, "auto"):
+    for name in ("speculative_config", "enable_lora", "kv_cache_dtype", "num_cpu_blocks", "tensor_parallel_size"):
+        if getattr(args, name) != getattr(EngineArgs, name):
             raise ValueError(f"{name} is not implemented for a model whose attention goes both ways")
-    if args.tensor_parallel_size > 1:
-        raise ValueError("tensor_parallel_size is not implemented for a model whose attention goes both ways")
     return replace(args, enable_chunked_prefill=False, enable_prefix_caching=False, num_gpu_blocks=2)
 
 

@@ -14,7 +14,7 @@ from minivllm.attention.state import LayerCacheSpec
 from minivllm.core.config import WEIGHT_BITS, KVCacheConfig
 from minivllm.core.module import Module, ModuleList
 from minivllm.models.layers import NoNorm, Scale
-from minivllm.models.linear.base import use_huge_pages
+from minivllm.models.linear.base import move_to_huge_pages
 from minivllm.models.linear.grouped import QuantizedWeight
 from minivllm.models.linear.layer import QUANTIZED, GatheredLinear, Linear, Shard
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer
@@ -532,6 +532,5 @@ class Decoder(Module):
         for layer in self.layers:
             layer.mixer.process_weights_after_loading()
             layer.mlp.process_weights_after_loading()
-        for linear in linears:  # only now is all memory around a weight in use
-            if (memory := linear.method.memory) is not None:
-                use_huge_pages(memory)
+        memories = (linear.method.memory for linear in linears)
+        move_to_huge_pages(memory for memory in memories if memory is not None)  # now all memory around is in use
