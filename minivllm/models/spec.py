@@ -40,10 +40,10 @@ class LayerSpec:
         parallel: both blocks read the stream as it comes into the layer, and their sum is added to it. Without a
             `mlp_norm` they share the norm.
         residual_scale: factor on what is added to the stream; not together with post norms or `parallel`.
+        post_norm: the norms come after what each block gives was added to the stream (Vaswani et al., 2017).
 
     Raises:
         ValueError: fields that no layer implements together.
-        post_norm: the norms come after what each block gives was added to the stream (Vaswani et al., 2017).
     """
 
     mixer: TokenMixerSpec
