@@ -16,7 +16,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from minivllm.bench.datasets import Sample, add_dataset_arguments, samples_for
-from minivllm.bench.report import METRICS, Measured, make_report, parse_goodput, render_report, save_report
+from minivllm.bench.report import DETAILS, METRICS, Measured, make_report, parse_goodput, render_report
 from minivllm.serving.client import bearer, get_json, read_events, request
 
 __all__ = ["add_serve_arguments", "arrival_times", "run_serve"]
@@ -219,14 +219,17 @@ def run_serve(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
 
 
 def _save(args: argparse.Namespace, report: dict[str, Any], model: str, tokenizer: str) -> Path:
-    rate: Any = args.request_rate
+    now, rate = time.strftime("%Y%m%d-%H%M%S"), args.request_rate
     rate = "inf" if rate in (None, float("inf")) else rate
     facts = {
-        "endpoint_type": args.backend, "backend": args.backend, "label": args.label, "model_id": model, "tokenizer_id": tokenizer,
+        "date": now, "endpoint_type": args.backend, "backend": args.backend, "label": args.label,
+        "model_id": model, "tokenizer_id": tokenizer,
         "num_prompts": args.num_prompts, **_pairs(args.metadata, "--metadata"), "request_rate": rate, "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
     }  # fmt: skip
-    name = f"{args.label or args.backend}-{rate}qps-{Path(model).name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    name = f"{args.label or args.backend}-{rate}qps-{Path(model).name}-{now}.json"
     path = Path(args.result_dir) / (args.result_filename or name)
-    save_report(report, path, facts, args.save_detailed)
+    kept = {name: value for name, value in report.items() if args.save_detailed or name not in DETAILS}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(facts | kept), encoding="utf-8")
     return path

@@ -18,17 +18,13 @@ def generation() -> int:
     return _changes
 
 
-def _count_change() -> None:
-    global _changes
-    _changes += 1
-
-
 def _counting(owner: type, name: str) -> Callable[..., Any]:
     """A method of a built-in class that counts as a change besides."""
     original = getattr(owner, name)
 
     def changed(*args: Any, **kwargs: Any) -> Any:
-        _count_change()
+        global _changes
+        _changes += 1
         return original(*args, **kwargs)
 
     return changed

@@ -130,5 +130,5 @@ class RadixIndex:
         return len(self._nodes)
 
 
+# by the names that `prefix_cache_index` has for them
 PREFIX_INDEXES: dict[str, type[HashIndex | RadixIndex]] = {"hash": HashIndex, "radix": RadixIndex}
-"""By the name that `prefix_cache_index` has for it."""

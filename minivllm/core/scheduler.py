@@ -126,16 +126,14 @@ class Scheduler(Recorder):
         self._receiving: dict[str, int | str] = {}
         self._unfetchable: set[str] = set()  # requests of which no block came
         self._kept: dict[str, list[KVCacheBlock]] = {}  # of requests that have ended; a connector still copies them
-        self._sends: dict[
-            str, int
-        ] = {}  # those of `_kept` that are copied to elsewhere, and the step from which workers know
+        # those of `_kept` that are copied to elsewhere, and the step from which workers know
+        self._sends: dict[str, int] = {}
         self.adapters = AdapterSlots(config.max_loras)
         self.encoder_cache = EncoderCacheManager(*config.encoder_limits)
         self.step = self.num_preemptions = 0
         self.waits_for_tokens, self.drafts_ahead = False, 0
-        self._scheduled_in: dict[
-            str, int
-        ] = {}  # with `waits_for_tokens`, the step in which a request was last scheduled
+        # with `waits_for_tokens`, the step in which a request was last scheduled
+        self._scheduled_in: dict[str, int] = {}
         self.spec_stats = SpecDecodingStats()
         self._arrivals = self._overtaken = self._idle_steps = 0
         self._served: dict[str | None, Served] = {}
@@ -435,9 +433,7 @@ class Scheduler(Recorder):
 
     def _drop_encoded(self, evicted: Iterable[str], draft: _Draft) -> None:
         for name in evicted:
-            if (
-                draft.encoder_inputs.pop(name, None) is None
-            ):  # else it was planned for a request that was preempted since
+            if draft.encoder_inputs.pop(name, None) is None:  # else planned for a request that was preempted since
                 draft.encoder_frees.append(name)
             if self.trace is not None:
                 self.trace(("encoder_evict", name))
