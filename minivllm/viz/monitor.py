@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, NamedTuple, Self
@@ -38,16 +38,8 @@ class Sample(NamedTuple):
     preemptions: int
 
 
-class _Counters(NamedTuple):
-    """The engine's counters at one moment."""
-
-    time: float
-    busy: bool
-    steps: int
-    tokens: int
-    queries: int
-    hits: int
-    preemptions: int
+# the engine's counters at one moment
+_Counters = namedtuple("_Counters", "time busy steps tokens queries hits preemptions")
 
 
 class _Window:
