@@ -218,24 +218,20 @@ class Session:
         """Let requests arrive at their times. They are pulled one at a time, and must be in order of arrival."""
         stream, last = iter(requests), -1.0
 
-        def pull() -> None:
+        def arrive(request: WorkloadRequest | None) -> None:
             nonlocal last
-            request = next(stream, None)
-            if request is None:
-                return
-            if request.arrival_time < last:
-                raise ValueError(
-                    f"request {request.request_id!r} arrives at {request.arrival_time} s, before the one in front of it ({last} s);"
-                    " sort them with Workload.of(...)"
-                )
-            last = request.arrival_time
-            self.at(request.arrival_time, lambda: arrive(request))
+            if (after := next(stream, None)) is not None:
+                if after.arrival_time < last:
+                    raise ValueError(
+                        f"request {after.request_id!r} arrives at {after.arrival_time} s, before the one in front of it ({last} s);"
+                        " sort them with Workload.of(...)"
+                    )
+                last = after.arrival_time
+                self.at(last, lambda: arrive(after))
+            if request is not None:
+                self.add(request)
 
-        def arrive(request: WorkloadRequest) -> None:
-            pull()
-            self.add(request)
-
-        pull()
+        arrive(None)
 
     def run(self) -> None:
         """Step until no request is left and none is expected."""
