@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque, namedtuple
 from collections.abc import Callable
-from itertools import takewhile
 from typing import Any, NamedTuple, Self
 
 
@@ -167,7 +166,7 @@ class EngineMonitor:
 
     def since(self, number: int) -> list[Sample]:
         """The remembered samples after the one with this number, oldest first."""
-        return list(takewhile(lambda sample: sample.number > number, reversed(self.samples.copy())))[::-1]
+        return [sample for sample in self.samples.copy() if sample.number > number]
 
     def to_pandas(self) -> Any:
         """The remembered samples as a DataFrame, a row each."""
