@@ -2,8 +2,6 @@
 
 # Generated from nbs/core/kv_events.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields

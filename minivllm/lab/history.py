@@ -2,8 +2,6 @@
 
 # Generated from nbs/lab/history.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial

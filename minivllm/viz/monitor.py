@@ -2,8 +2,6 @@
 
 # Generated from nbs/viz/monitor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque, namedtuple

@@ -2,8 +2,6 @@
 
 # Generated from nbs/viz/timeline_data.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
