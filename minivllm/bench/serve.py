@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from minivllm.bench.datasets import Sample, add_dataset_arguments, samples_for
 from minivllm.bench.report import DETAILS, METRICS, Measured, make_report, parse_goodput, render_report
+from minivllm.engine.arguments import json_object
 from minivllm.serving.client import bearer, get_json, read_events, request
 
 __all__ = ["add_serve_arguments", "arrival_times", "run_serve"]
@@ -31,10 +32,10 @@ def arrival_times(samples: Sequence[Sample], rate: float | None, burstiness: flo
     Raises:
         ValueError: a rate or burstiness that is not above 0.
     """
+    if not (rate is None or rate > 0) or not burstiness > 0:
+        raise ValueError(f"request rate and burstiness must be above 0, got {rate} and {burstiness}")
     if rate is None:
         return [sample.arrival_time or 0.0 for sample in samples]
-    if not rate > 0 or not burstiness > 0:
-        raise ValueError(f"request rate and burstiness must be above 0, got {rate} and {burstiness}")
     if rate == float("inf"):
         return [0.0] * len(samples)
     moments = np.cumsum(np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), len(samples)))
@@ -147,7 +148,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-concurrency", type=int, help="most open requests")
     parser.add_argument("--num-warmups", type=int, default=0, help="requests before, that do not count (default: 0)")
     parser.add_argument("--ignore-eos", action="store_true", help="answers are as long as the dataset says")
-    parser.add_argument("--extra-body", type=json.loads, metavar="JSON", help="merged into every request")
+    parser.add_argument("--extra-body", type=json_object, metavar="JSON", help="merged into every request")
     for name in _SAMPLING:
         kind = int if name == "top_k" else float
         parser.add_argument("--" + name.replace("_", "-"), type=kind, help="of every request")
@@ -162,6 +163,16 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metadata", nargs="*", default=[], metavar="NAME=VALUE", help="kept in the result")
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     add_dataset_arguments(parser)
+
+
+def _percentiles(text: str) -> list[float]:
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = [-1.0]
+    if not all(0 <= each <= 100 for each in found):
+        raise ValueError(f"--metric-percentiles takes numbers from 0 to 100, such as 25,50,99; got {text}")
+    return found
 
 
 def _pairs(words: Sequence[str], flag: str) -> dict[str, str]:
@@ -183,7 +194,10 @@ def run_serve(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
     metrics = args.percentile_metrics.split(",")
     if unknown := set(metrics) - set(METRICS):
         raise ValueError(f"--percentile-metrics takes {', '.join(METRICS)}; got {', '.join(sorted(unknown))}")
-    goals, percentiles = parse_goodput(args.goodput), [float(p) for p in args.metric_percentiles.split(",")]
+    if args.num_warmups < 0 or (args.max_concurrency is not None and args.max_concurrency < 1):
+        given = f"{args.num_warmups} and {args.max_concurrency}"
+        raise ValueError(f"--num-warmups must be at least 0 and --max-concurrency at least 1, got {given}")
+    goals, percentiles = parse_goodput(args.goodput), _percentiles(args.metric_percentiles)
     base = args.base_url or f"http://{args.host}:{args.port}"
     headers = bearer(args.api_key) | _pairs(args.header, "--header")
     cards = asyncio.run(get_json(base.rstrip("/") + "/v1/models", headers, args.insecure))["data"]

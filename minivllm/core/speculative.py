@@ -94,7 +94,7 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative_config method must be one of {', '.join(METHODS)}, or an object with propose(requests, view); got {chosen!r}"
             )
-        if not isinstance(chosen, str) and not callable(getattr(chosen, "propose", None)):
+        if isinstance(chosen, type) or not isinstance(chosen, str) and not callable(getattr(chosen, "propose", None)):
             raise TypeError(
                 f"speculative_config method must be a name or an object with propose(requests, view), got {chosen!r}"
             )

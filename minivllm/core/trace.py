@@ -154,7 +154,8 @@ class Trace(Recording):
             KeyError: the trace has no such request.
         """
         if request_id not in self.names():
-            raise KeyError(f"no request {request_id!r} in this trace")
+            first = ", ".join(map(repr, list(self.names())[:8]))
+            raise KeyError(f"no request {request_id!r} in this trace, which begins with the ids {first}")
         lines: list[str] = []
         run: list[list[Any]] = []
         for line in [line for line in _story(self, request_id) if step in (None, line[0])]:

@@ -12,7 +12,19 @@ from typing import Any
 from minivllm.core.config import EngineArgs
 from minivllm.core.plugins import load_plugins
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "dict": json.loads}
+
+def json_object(text: str) -> dict[str, Any]:
+    """What a flag that takes a JSON object says. Raises ArgumentTypeError for anything else."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"it takes a JSON object such as '{{\"key\": 1}}', got {text!r}")
+    return found
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "dict": json_object}
 
 
 _VLLM_FLAGS = {"num_gpu_blocks": ["--num-gpu-blocks-override"]}

@@ -61,6 +61,8 @@ def make_settings(
     Raises:
         TypeError: a name that is unknown; says which is near.
     """
+    if cost_model is not None and not callable(getattr(cost_model, "seconds", None)):
+        raise TypeError(f"cost_model must be a CostModel, such as Constant(0.01), got {cost_model!r}")
     if isinstance(config, Settings):
         return config
     if isinstance(config, EngineConfig):

@@ -403,10 +403,9 @@ def run_server(
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"a port is in 0..65535, got {port}")
-    return port
+    if not (text.isdecimal() and int(text) <= 65535):
+        raise argparse.ArgumentTypeError(f"a port is in 0..65535, got {text}")
+    return int(text)
 
 
 _PROGRAM_FLAGS: dict[str, dict[str, Any]] = {

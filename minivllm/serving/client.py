@@ -59,13 +59,24 @@ def tls_context(insecure: bool) -> ssl.SSLContext:
     return context
 
 
+def check_address(url: str) -> None:
+    """Raises ValueError for what cannot be the address of a server."""
+    try:
+        found = httpx.URL(url)
+    except httpx.InvalidURL:
+        found = httpx.URL()
+    if found.scheme not in ("http", "https") or not found.host or (found.port or 0) > 65535:
+        raise ValueError(
+            f"an address begins with http:// or https:// and names a host, with a port up to 65535; got {url!r}"
+        )
+
+
 @contextmanager
 def _in_words(url: str) -> Iterator[None]:
     """Errors of httpx as errors of the system, and a bad address as ValueError."""
+    check_address(url)
     try:
         yield
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError):
-        raise ValueError(f"an address begins with http:// or https:// and names a host, got {url!r}") from None
     except httpx.ConnectError as error:
         place = httpx.URL(url)
         port = place.port or (443 if place.scheme == "https" else 80)

@@ -94,6 +94,8 @@ class ServerOptions:
                 raise ValueError(f"{name} must be above 0, got {seconds}")
         if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
             raise ValueError(f"trace: there is no folder {Path(self.trace).absolute().parent}")
+        if self.trace is not None and Path(self.trace).suffix not in (".jsonl", ".parquet"):
+            raise ValueError(f"trace: a trace is saved as .jsonl or .parquet, got {self.trace!r}")
         self.parsers()
         self.adapters()
         make_resolvers(self.lora_resolvers)

@@ -13,6 +13,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from minivllm.serving.client import check_address
+
 logger = logging.getLogger("minivllm.serving")
 
 _NOT_FOR_PREFILL = (
@@ -108,6 +110,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--prefill-timeout", type=float, default=300.0, help="seconds to wait for a prompt's blocks")
     args = parser.parse_args(argv)
+    for url in (args.prefill, args.decode):
+        try:
+            check_address(url)
+        except ValueError as error:
+            parser.error(str(error))
     prefill = httpx.AsyncClient(base_url=args.prefill, timeout=httpx.Timeout(args.prefill_timeout, connect=10.0))
     decode = httpx.AsyncClient(base_url=args.decode, timeout=httpx.Timeout(None, connect=10.0))
     uvicorn.run(make_proxy(prefill, decode), host=args.host, port=args.port)

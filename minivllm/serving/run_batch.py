@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import from_json
 from starlette.types import ASGIApp
 from tqdm.auto import tqdm
 
@@ -56,13 +57,23 @@ def batch_answer(
     return {"id": f"batch_req_{uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
 
 
+def _custom_id(text: str) -> str | None:
+    """The id in a line that is no request, if it has one: without it the line's author cannot tell which line is meant."""
+    try:
+        found = from_json(text)
+    except ValueError:
+        return None
+    given = found.get("custom_id") if isinstance(found, dict) else None
+    return given if isinstance(given, str) else None
+
+
 async def answer_line(app: ASGIApp, text: str) -> dict[str, Any]:
     """The answer to one line. Never raises for what stands in the line."""
     try:
         line = BatchLine.model_validate_json(text)
     except ValidationError as invalid:
         message = from_validation(invalid.errors()).message
-        return batch_answer(None, None, {"code": "invalid_request", "message": message})
+        return batch_answer(_custom_id(text), None, {"code": "invalid_request", "message": message})
     response = await ask_app(app, line.url, line.body)
     status, body = response.status_code, response.json()
     found = {"status_code": status, "request_id": response.headers.get("x-request-id"), "body": body}

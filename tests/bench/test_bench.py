@@ -50,6 +50,8 @@ def test_arrivals():
     )
     with pytest.raises(ValueError, match="above 0, got 0"):
         arrival_times(samples, 0.0)
+    with pytest.raises(ValueError, match="burstiness must be above 0, got None and 0"):
+        arrival_times(samples, None, 0.0)
 
 
 def test_made_up_datasets():
@@ -156,6 +158,16 @@ def test_what_is_wrong_is_said(server: LiveServer):
         main([*url, "--api-key", "k", "--model", "other"])
     with pytest.raises(ValueError, match="percentile-metrics takes"):
         main([*url, "--api-key", "k", "--percentile-metrics", "speed"])
+    for wrong in (
+        ["--max-concurrency", "0"],
+        ["--num-warmups", "-1"],
+        ["--metric-percentiles", "200"],
+        ["--metric-percentiles", "x"],
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{wrong[0]} .*, got .*{wrong[1]}|{wrong[0]} takes numbers .*; got {wrong[1]}"
+        ):
+            main([*url, "--api-key", "k", *wrong])
     with pytest.raises(ValueError, match="no request of the dataset fits"):
         main([*url, "--api-key", "k", "--random-input-len", "100000"])
     with pytest.raises(OSError):

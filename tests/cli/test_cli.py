@@ -89,12 +89,27 @@ def test_help_is_quick_and_loads_nothing_heavy():
     [
         (["complete", "x", "--model", "smollm"], "unknown model 'smollm'. Did you mean 'smollm2'"),
         (["complete", "x", "--max-num-seqs", "0"], "max_num_seqs must be at least 1, got 0"),
+        (["serve", "--trace", "x.foo"], "a trace is saved as .jsonl or .parquet, got 'x.foo'"),
     ],
 )
 def test_a_mistake_is_one_line(arguments, says, capsys):
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("minivllm: error: ") and says in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["serve", "--port", "x"], "a port is in 0..65535, got x"),
+        (["complete", "x", "--speculative-config", "{"], "it takes a JSON object such as '{\"key\": 1}', got '{'"),
+        (["bench", "serve", "--extra-body", "[1]"], "it takes a JSON object such as '{\"key\": 1}', got '[1]'"),
+    ],
+)
+def test_a_flag_says_what_it_takes(arguments, says, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert says in capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback():

@@ -81,6 +81,7 @@ def test_complete_asks_a_server(server: LiveServer, capsys: pytest.CaptureFixtur
         ([*flags, "--model-name", "x"], "does not serve 'x'; it serves tiny"),
         ([*flags, "--top-p", "3"], "answered 400: top_p"),
         (["--url", "localhost:1"], "begins with http"),
+        (["--url", "http://127.0.0.1:99999"], "with a port up to 65535; got 'http://127.0.0.1:99999"),
         (["--url", "http://127.0.0.1:9"], "cannot connect to 127.0.0.1:9"),
     ):
         assert main(["complete", "abc", *wrong]) == 2
@@ -126,7 +127,7 @@ def test_run_batch(args: EngineArgs, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run_batch.main(["-i", str(source), "-o", str(target), *engine]) == 1
     assert "14 requests, 4 failed" in capsys.readouterr().out
     answers = [json.loads(text) for text in target.read_text().splitlines()]
-    names = [f"n{i}" for i in range(9)] + ["wrong", "nowhere", None, None, "chat"]
+    names = [f"n{i}" for i in range(9)] + ["wrong", "nowhere", None, "s", "chat"]
     assert [answer["custom_id"] for answer in answers] == names
     assert [a["response"]["body"]["usage"]["completion_tokens"] for a in answers[:9]] == list(range(1, 10))
     by_name = {answer["custom_id"]: answer for answer in answers if answer["custom_id"]}

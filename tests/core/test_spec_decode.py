@@ -174,6 +174,16 @@ def test_null_in_a_speculative_config_is_unset():
         SpeculativeConfig.from_dict({"method": None, "num_speculative_tokens": 4})
 
 
+def test_a_class_is_no_proposer():
+    class Drafts:
+        def propose(self, requests, view):
+            return [[] for _ in requests]
+
+    assert SpeculativeConfig.from_dict({"method": Drafts(), "num_speculative_tokens": 4}).num_speculative_tokens == 4
+    with pytest.raises(TypeError, match="must be a name or an object with propose.*, got <class"):
+        SpeculativeConfig.from_dict({"method": Drafts, "num_speculative_tokens": 4})
+
+
 def test_synthetic_acceptance_has_no_dynamic_length():
     assert not SpeculativeConfig.from_dict(SYNTHETIC).dynamic_length
     assert not SpeculativeConfig.from_dict(SYNTHETIC | {"dynamic_length": False}).dynamic_length

@@ -142,7 +142,7 @@ def test_why_in_plain_words(trace):
     assert trace.why(victim[1], step)
     assert all(line.startswith(f"step {step}:") for line in trace.why(victim[1], step))
     assert any("waited" in line for r in range(8) for line in trace.why(f"r{r}"))
-    with pytest.raises(KeyError, match="no request 'nobody'"):
+    with pytest.raises(KeyError, match="no request 'nobody' in this trace, which begins with the ids '"):
         trace.why("nobody")
 
 

@@ -237,6 +237,8 @@ def test_settings_come_from_everywhere():
         make_settings({"blocksize": 8})
     with pytest.raises(TypeError, match=r"EngineConfig .* or a dict of settings, got EngineArgs"):
         make_settings(EngineArgs())
+    with pytest.raises(TypeError, match=r"cost_model must be a CostModel, such as Constant\(0.01\), got 0.01"):
+        make_settings(None, cost_model=0.01)
 
 
 def test_bad_arguments():

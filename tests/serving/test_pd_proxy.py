@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from live_server import live_server
 
 from minivllm.serving.app import ServerOptions
-from minivllm.serving.pd_proxy import make_proxy, prefill_body
+from minivllm.serving.pd_proxy import main, make_proxy, prefill_body
 
 pytestmark = pytest.mark.anyio
 
@@ -119,3 +119,10 @@ async def test_two_servers_answer_as_one(tiny_args, tmp_path):
         assert two.llm.llm_engine.reset_prefix_cache()
         assert two.post("/v1/completions", body).json()["choices"][0]["text"] == answer["choices"][0]["text"]
         assert "[DONE]" in streamed and one.wait_at_rest() and two.wait_at_rest()
+
+
+def test_what_is_no_address_is_refused(capsys):
+    for wrong in ("localhost:8001", "http://", "http://a:99999"):
+        with pytest.raises(SystemExit):
+            main(["--prefill", "http://127.0.0.1:8001", "--decode", wrong])
+        assert f"names a host, with a port up to 65535; got {wrong!r}" in capsys.readouterr().err
