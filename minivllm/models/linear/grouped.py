@@ -225,7 +225,7 @@ class GroupedWeight(QuantizedWeight):
         order = torch.full_like(columns, length).index_copy_(0, place, self.order[kept] - start)
         q = self.q[:, columns] if self.bits == 8 else pack_nibbles(unpack_nibbles(self.q)[:, columns])
         cut = {name: each.repeat_interleave(blocks, 1) for name, each in self._per_group().items()}
-        return replace(self, q=q, order=order, inputs=length, **cut)  # type: ignore[arg-type]
+        return replace(self, q=q, order=order, inputs=length, **cut)
 
     def joined(self, below: Self) -> Self | None:
         same = (self.shape[1], self.columns, self.bits, self.group, self.low is None)

@@ -135,7 +135,7 @@ def whole_codes(codes: Tensor) -> tuple[Tensor, float]:
 
 
 class PackedWeight(RepackedWeight):
-    """A `GroupedWeight` in the order of the CPU's kernel, which rounds activations to 8 bits, 32 or more of a row together, except for
+    """A `GroupedWeight` in the order of the CPU's kernel, which rounds activations to 8 bits, 16 or more of a row together, except for
     many rows of bf16 where there is a tile unit.
 
     A code book that is not made of halves is rounded to parts of 127 of its largest entry.
