@@ -2,16 +2,13 @@
 
 # Generated from nbs/bench/report.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["METRICS", "Measured", "make_report", "meets", "parse_goodput", "render_report", "save_report"]
+__all__ = ["DETAILS", "METRICS", "Measured", "make_report", "meets", "parse_goodput", "render_report"]
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _TITLES = {
@@ -92,7 +89,7 @@ def peak_tokens_per_second(done: Sequence[Measured]) -> int:
     return int(np.bincount(np.concatenate(moments).astype(int)).max())
 
 
-_DETAILS = {
+DETAILS = {
     "input_lens": "prompt_len", "output_lens": "output_len", "start_times": "start", "ttfts": "ttft", "itls": "itl",
     "generated_texts": "text", "errors": "error",
 }  # fmt: skip
@@ -116,7 +113,7 @@ def make_report(
     }  # fmt: skip
     for metric in metrics:
         report |= statistics(metric, done, percentiles)
-    return report | {name: [getattr(r, kept) for r in requests] for name, kept in _DETAILS.items()}
+    return report | {name: [getattr(r, kept) for r in requests] for name, kept in DETAILS.items()}
 
 
 def render_report(report: dict[str, Any], metrics: Sequence[str], title: str = "Serving Benchmark Result") -> str:
@@ -141,11 +138,3 @@ def render_report(report: dict[str, Any], metrics: Sequence[str], title: str = "
                 label = which.upper() if which[0] == "p" else which.capitalize()
                 lines.append(f"{f'{label} {metric.upper()} (ms):':<45}{value:>15.2f}")
     return "\n".join([*lines, "=" * 60])
-
-
-def save_report(report: dict[str, Any], path: Path, facts: dict[str, Any], detailed: bool) -> None:
-    """Write ``facts`` (of the run) and the figures as one JSON object."""
-    head = {"date": datetime.now().strftime("%Y%m%d-%H%M%S"), **facts}
-    kept = {name: value for name, value in report.items() if detailed or name not in _DETAILS}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(head | kept), encoding="utf-8")

@@ -5,12 +5,10 @@
 import argparse
 import asyncio
 import json
-import ssl
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,8 +16,8 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from minivllm.bench.datasets import Sample, add_dataset_arguments, samples_for
-from minivllm.bench.report import METRICS, Measured, make_report, parse_goodput, render_report, save_report
-from minivllm.serving.client import bearer, get_json, read_events, request, tls_context
+from minivllm.bench.report import DETAILS, METRICS, Measured, make_report, parse_goodput, render_report
+from minivllm.serving.client import bearer, get_json, read_events, request
 
 __all__ = ["add_serve_arguments", "arrival_times", "run_serve"]
 
@@ -67,10 +65,6 @@ class Target:
         path = "/v1/chat/completions" if self.backend == "openai-chat" else "/v1/completions"
         return self.base_url.rstrip("/") + (self.endpoint or path)
 
-    @cached_property
-    def tls(self) -> ssl.SSLContext | None:
-        return tls_context(self.insecure) if self.base_url.startswith("https") else None
-
     def body(self, sample: Sample) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         if self.backend == "openai-chat":
@@ -85,7 +79,7 @@ class Target:
         found = Measured(len(sample.prompt_token_ids), start=clock())
         last = found.start
         try:
-            async with request("POST", self.url, self.body(sample), self.headers, self.tls) as response:
+            async with request("POST", self.url, self.body(sample), self.headers, self.insecure) as response:
                 async for event in read_events(response.aiter_lines()):
                     now = clock()
                     for choice in event["choices"]:
@@ -192,8 +186,7 @@ def run_serve(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
     goals, percentiles = parse_goodput(args.goodput), [float(p) for p in args.metric_percentiles.split(",")]
     base = args.base_url or f"http://{args.host}:{args.port}"
     headers = bearer(args.api_key) | _pairs(args.header, "--header")
-    tls = tls_context(args.insecure) if base.startswith("https") else None
-    cards = asyncio.run(get_json(base.rstrip("/") + "/v1/models", headers, tls))["data"]
+    cards = asyncio.run(get_json(base.rstrip("/") + "/v1/models", headers, args.insecure))["data"]
     card = next((card for card in cards if args.model in (None, card["id"])), None)
     if card is None:
         raise ValueError(f"--model {args.model}: the server has {', '.join(card['id'] for card in cards)}")
@@ -226,14 +219,17 @@ def run_serve(args: argparse.Namespace, out: TextIO = sys.stdout) -> int:
 
 
 def _save(args: argparse.Namespace, report: dict[str, Any], model: str, tokenizer: str) -> Path:
-    rate: Any = args.request_rate
+    now, rate = time.strftime("%Y%m%d-%H%M%S"), args.request_rate
     rate = "inf" if rate in (None, float("inf")) else rate
     facts = {
-        "endpoint_type": args.backend, "backend": args.backend, "label": args.label, "model_id": model, "tokenizer_id": tokenizer,
+        "date": now, "endpoint_type": args.backend, "backend": args.backend, "label": args.label,
+        "model_id": model, "tokenizer_id": tokenizer,
         "num_prompts": args.num_prompts, **_pairs(args.metadata, "--metadata"), "request_rate": rate, "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
     }  # fmt: skip
-    name = f"{args.label or args.backend}-{rate}qps-{Path(model).name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    name = f"{args.label or args.backend}-{rate}qps-{Path(model).name}-{now}.json"
     path = Path(args.result_dir) / (args.result_filename or name)
-    save_report(report, path, facts, args.save_detailed)
+    kept = {name: value for name, value in report.items() if args.save_detailed or name not in DETAILS}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(facts | kept), encoding="utf-8")
     return path

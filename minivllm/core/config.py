@@ -26,12 +26,14 @@ class KVCacheRules:
         has_window: whether a spec of this kind needs a `window`.
         prefix_cacheable: whether its blocks may be found by content and shared.
         event_kind: what KV events call it.
+        label: what a view calls a group of it, a format with fields of `spec`.
         is_state: a block holds not tokens but what a recurrence makes of all tokens up to some position.
     """
 
     has_window = False
     prefix_cacheable = True
     event_kind = "full_attention"
+    label = "full attention"
     is_state = False
 
     def check(self, spec: KVCacheSpec) -> None:
@@ -73,7 +75,7 @@ class KVCacheRules:
 
     def describe(self, spec: KVCacheSpec) -> str:
         """What a view calls a group of this kind."""
-        return "full attention"
+        return self.label.format(spec=spec)
 
 
 KV_CACHE_KINDS: dict[str, KVCacheRules] = {"full": KVCacheRules()}
@@ -92,6 +94,7 @@ class SlidingWindowRules(KVCacheRules):
 
     has_window = True
     event_kind = "sliding_window"
+    label = "sliding window of {spec.window}"
 
     def visible(self, spec: KVCacheSpec, query: int, key: int) -> bool:
         return query - spec.window < key <= query  # type: ignore[operator]
@@ -103,14 +106,12 @@ class SlidingWindowRules(KVCacheRules):
         blocks = -(-(spec.window + max_step_tokens) // spec.block_size) + 1  # type: ignore[operator]
         return min(self.num_blocks(spec, num_tokens), blocks)
 
-    def describe(self, spec: KVCacheSpec) -> str:
-        return f"sliding window of {spec.window}"
-
 
 class ChunkedLocalRules(SlidingWindowRules):
     """A token attends to the tokens before it in its own chunk of `window` tokens."""
 
     event_kind = "chunked_local_attention"
+    label = "chunks of {spec.window}"
 
     def visible(self, spec: KVCacheSpec, query: int, key: int) -> bool:
         return key <= query and key // spec.window == query // spec.window  # type: ignore[operator]
@@ -118,20 +119,15 @@ class ChunkedLocalRules(SlidingWindowRules):
     def skipped(self, spec: KVCacheSpec, num_computed_tokens: int) -> tuple[int, int]:
         return 0, num_computed_tokens // spec.window * spec.window  # type: ignore[operator]
 
-    def describe(self, spec: KVCacheSpec) -> str:
-        return f"chunks of {spec.window}"
-
 
 class LatentRules(KVCacheRules):
     """One vector a token, from which the keys and values of all heads are made (DeepSeek-AI, *DeepSeek-V2*, 2024)."""
 
     event_kind = "mla_attention"
+    label = "latent vectors of {spec.head_dim}"
 
     def bytes_per_block(self, spec: KVCacheSpec) -> int:
         return spec.block_size * spec.num_kv_heads * spec.head_dim * spec.dtype_bytes
-
-    def describe(self, spec: KVCacheSpec) -> str:
-        return f"latent vectors of {spec.head_dim}"
 
 
 class EncoderOnlyRules(KVCacheRules):
@@ -139,15 +135,13 @@ class EncoderOnlyRules(KVCacheRules):
 
     prefix_cacheable = False
     event_kind = "encoder_only_attention"
+    label = "no cache"
 
     def visible(self, spec: KVCacheSpec, query: int, key: int) -> bool:
         return True
 
     def num_blocks(self, spec: KVCacheSpec, num_tokens: int) -> int:
         return 0
-
-    def describe(self, spec: KVCacheSpec) -> str:
-        return "no cache"
 
 
 register_kv_cache_kind("sliding_window", SlidingWindowRules())
@@ -168,6 +162,7 @@ class StateRules(KVCacheRules):
 
     prefix_cacheable = False
     event_kind = "mamba"
+    label = "a state of {spec.head_dim:,} bytes"
     is_state = True
 
     def check(self, spec: KVCacheSpec) -> None:
@@ -185,14 +180,12 @@ class StateRules(KVCacheRules):
     def bytes_per_block(self, spec: KVCacheSpec) -> int:
         return dict(spec.options).get("page_bytes", spec.head_dim)
 
-    def describe(self, spec: KVCacheSpec) -> str:
-        return f"a state of {spec.head_dim:,} bytes"
-
 
 class CheckpointedStateRules(StateRules):
     """A block for every `block_size` tokens, with the state at its end. vLLM's `mamba_cache_mode="all"`."""
 
     prefix_cacheable = True
+    label = StateRules.label + ", kept every {spec.block_size} tokens"
 
     def skipped(self, spec: KVCacheSpec, num_computed_tokens: int) -> tuple[int, int]:
         return 0, max(0, num_computed_tokens - 1)
@@ -203,9 +196,6 @@ class CheckpointedStateRules(StateRules):
     def max_blocks(self, spec: KVCacheSpec, num_tokens: int, max_step_tokens: int) -> int:
         return min(self.num_blocks(spec, num_tokens), -(-max_step_tokens // spec.block_size) + 1)
 
-    def describe(self, spec: KVCacheSpec) -> str:
-        return f"{StateRules.describe(self, spec)}, kept every {spec.block_size} tokens"
-
 
 class AlignedStateRules(CheckpointedStateRules):
     """A step keeps the state at the last boundary of blocks that it reaches, and its last one. vLLM's `mamba_cache_mode="align"`.
@@ -213,14 +203,13 @@ class AlignedStateRules(CheckpointedStateRules):
     vLLM lets a prompt's steps end at such boundaries; here a step that crosses one is cut there when it is executed.
     """
 
+    label = StateRules.label + ", kept once a step"
+
     def first_kept(self, spec: KVCacheSpec, held: int, num_tokens: int) -> int:
         return max(held, num_tokens // spec.block_size - 1)
 
     def max_blocks(self, spec: KVCacheSpec, num_tokens: int, max_step_tokens: int) -> int:
         return min(self.num_blocks(spec, num_tokens), 3)  # what the step reads, and two that it writes
-
-    def describe(self, spec: KVCacheSpec) -> str:
-        return f"{StateRules.describe(self, spec)}, kept once a step"
 
 
 STATE_KINDS = {"none": "state", "align": "state_align", "all": "state_all"}
@@ -1064,11 +1053,9 @@ def _explain_cache(args: EngineArgs, machine: MachineFacts, dtype: Decision) -> 
 
 def _without_cache(args: EngineArgs) -> EngineArgs:
     """The settings of a model whose attention goes both ways. Raises ValueError for one that means nothing there."""
-    for name in ("speculative_config", "enable_lora", "kv_cache_dtype", "num_cpu_blocks"):
-        if getattr(args, name) not in (None, 0, "auto"):
+    for name in ("speculative_config", "enable_lora", "kv_cache_dtype", "num_cpu_blocks", "tensor_parallel_size"):
+        if getattr(args, name) != getattr(EngineArgs, name):
             raise ValueError(f"{name} is not implemented for a model whose attention goes both ways")
-    if args.tensor_parallel_size > 1:
-        raise ValueError("tensor_parallel_size is not implemented for a model whose attention goes both ways")
     return replace(args, enable_chunked_prefill=False, enable_prefix_caching=False, num_gpu_blocks=2)
 
 

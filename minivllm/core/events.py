@@ -82,11 +82,6 @@ class EventReader:
         if handler is not None:
             handler(*event[1:])
 
-    def feed_all(self, events: Iterable[Event]) -> None:
-        """Read many."""
-        for event in events:
-            self.feed(event)
-
 
 @dataclass(slots=True)
 class RequestSnapshot:

@@ -11,7 +11,7 @@ from itertools import islice, takewhile
 
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.config import CacheConfig, KVCacheConfig, KVCacheRules, KVCacheSpec
-from minivllm.core.prefix import extend_block_hashes, make_prefix_index
+from minivllm.core.prefix import PREFIX_INDEXES, extend_block_hashes
 from minivllm.core.request import Request
 
 __all__ = ["CacheHit", "KVCacheManager", "SingleTypeKVCacheManager"]
@@ -23,7 +23,7 @@ class SingleTypeKVCacheManager:
     def __init__(self, group: int, spec: KVCacheSpec, pool: BlockPool, index: str) -> None:
         self.group, self.spec, self.block_pool = group, spec, pool
         self.block_size = spec.block_size
-        self.index = make_prefix_index(index, spec.block_size)
+        self.index = PREFIX_INDEXES[index](spec.block_size)
         self.tables: dict[str, list[KVCacheBlock]] = {}
         self.num_cached: dict[str, int] = {}
         self.num_skipped: dict[str, int] = {}
@@ -147,7 +147,7 @@ class KVCacheManager:
     def __init__(self, cache: CacheConfig, kv_cache: KVCacheConfig | None = None, max_step_tokens: int = 2048) -> None:
         specs = [group.spec for group in kv_cache.groups] if kv_cache else [KVCacheSpec("full", cache.block_size, 1, 1)]
         self.config, self.block_size, self.max_step_tokens = cache, cache.block_size, max_step_tokens
-        self.block_pool = BlockPool(cache.num_gpu_blocks, self._forget)
+        self.block_pool = BlockPool(cache.num_gpu_blocks, lambda block: self.groups[block.group].index.remove(block))
         self.cpu_pool = BlockPool(cache.num_cpu_blocks + 1) if cache.num_cpu_blocks else None
         self.groups = [
             SingleTypeKVCacheManager(i, spec, self.block_pool, cache.prefix_cache_index) for i, spec in enumerate(specs)
@@ -158,9 +158,6 @@ class KVCacheManager:
         self.caching_groups = [
             group for group in self.groups if cache.enable_prefix_caching and group.rules.prefix_cacheable
         ]
-
-    def _forget(self, block: KVCacheBlock) -> None:
-        self.groups[block.group].index.remove(block)
 
     def get_computed_blocks(self, request: Request) -> CacheHit:
         """Find the longest cached prefix of a request that holds no blocks. Takes nothing.

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from minivllm.core.config import EngineConfig, KVTransferConfig
 from minivllm.core.output import KVConnectorMetadata, NewRequestData
@@ -177,47 +177,31 @@ class KVConnector(ABC):
         }
 
 
-class OffloadPolicy(Protocol):
-    """Which block is evicted. `OFFLOAD_POLICIES` names the classes; each is made with the number of slots."""
-
-    def add(self, key: Key) -> None:
-        """A block has come."""
-        ...
-
-    def touch(self, key: Key) -> None:
-        """A block is used, or was computed again."""
-        ...
-
-    def evict(self) -> Key:
-        """Choose a block, and forget it."""
-        ...
-
-    def remove(self, key: Key) -> None:
-        """A block is gone."""
-        ...
-
-
 class LRU:
-    """Least recently used first."""
+    """An order of eviction: the least recently used block first. `OFFLOAD_POLICIES` has the others; each is made with the number of slots."""
 
     def __init__(self, capacity: int) -> None:
         self._keys: OrderedDict[Key, None] = OrderedDict()
 
     def add(self, key: Key) -> None:
+        """A block has come."""
         self._keys[key] = None
 
     def touch(self, key: Key) -> None:
+        """A block is used, or was computed again."""
         self._keys.move_to_end(key)
 
     def evict(self) -> Key:
+        """Choose a block, and forget it."""
         return self._keys.popitem(last=False)[0]
 
     def remove(self, key: Key) -> None:
+        """A block is gone."""
         self._keys.pop(key, None)
 
 
 class ARC:
-    """Adaptive replacement (Megiddo and Modha, FAST 2003): `once` and `again`, and ghosts, names of what was evicted from each."""
+    """Adaptive replacement (Megiddo and Modha, FAST 2003): `once` and `again`, and ghosts, names of what was evicted from each. Methods as those of `LRU`."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.target = capacity, 0.0
@@ -289,7 +273,7 @@ class OffloadingConnector(KVConnector):
 
     def clear(self) -> None:
         self._generation = secrets.token_hex(8)  # of the blocks from now on: slots still hold older ones
-        self.policy: OffloadPolicy = self._make(self._count)
+        self.policy = self._make(self._count)
         self.slots: dict[Key, int] = {}
         self._free = list(range(self._count, 0, -1))  # slot 0 is a null block, as in the cache
 

@@ -18,9 +18,16 @@ def generation() -> int:
     return _changes
 
 
-def _count_change() -> None:
-    global _changes
-    _changes += 1
+def _counting(owner: type, name: str) -> Callable[..., Any]:
+    """A method of a built-in class that counts as a change besides."""
+    original = getattr(owner, name)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        global _changes
+        _changes += 1
+        return original(*args, **kwargs)
+
+    return changed
 
 
 def _functions(namespace: Any) -> dict[str, Any]:
@@ -36,13 +43,7 @@ class ModuleType(ABCMeta):
         super().__init__(name, bases, namespace, **kwargs)
         type.__setattr__(cls, "_written", _functions(namespace))
 
-    def __setattr__(cls, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        _count_change()
-
-    def __delattr__(cls, name: str) -> None:
-        super().__delattr__(name)
-        _count_change()
+    __setattr__, __delattr__ = _counting(type, "__setattr__"), _counting(type, "__delattr__")
 
     @property
     def is_patched(cls) -> bool:
@@ -68,13 +69,7 @@ class Module(metaclass=ModuleType):
     __call__: Callable[..., Any]
     _hooks: tuple[Hook, ...] = ()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        _count_change()
-
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
-        _count_change()
+    __setattr__, __delattr__ = _counting(object, "__setattr__"), _counting(object, "__delattr__")
 
     def all_parts(self) -> Iterator[Any]:
         """This module, every module below it, and every function that stands in a module's place."""
@@ -137,31 +132,9 @@ class ModuleList(list[Any]):
     """A list of parts. Any change of it counts as one of the model."""
 
 
-def _counting(name: str) -> Callable[..., Any]:
-    original = getattr(list, name)
-
-    def changed(self: ModuleList, *args: Any, **kwargs: Any) -> Any:
-        _count_change()
-        return original(self, *args, **kwargs)
-
-    return changed
-
-
-for _name in [
-    "__setitem__",
-    "__delitem__",
-    "__iadd__",
-    "__imul__",
-    "append",
-    "clear",
-    "extend",
-    "insert",
-    "pop",
-    "remove",
-    "reverse",
-    "sort",
-]:
-    setattr(ModuleList, _name, _counting(_name))
+_CHANGES = "__setitem__ __delitem__ __iadd__ __imul__ append clear extend insert pop remove reverse sort"
+for _name in _CHANGES.split():
+    setattr(ModuleList, _name, _counting(list, _name))
 
 
 def capture_problem(module: Module) -> str | None:

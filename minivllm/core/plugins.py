@@ -50,20 +50,16 @@ def load_plugins() -> tuple[Plugin, ...]:
     global _plugins
     with _lock:
         if _plugins is None:
+            from importlib.metadata import entry_points
+
             _plugins = []  # a plugin that makes an engine comes here again
             listed = os.environ.get("MINIVLLM_PLUGINS")
             allowed = None if listed is None else {name.strip() for name in listed.split(",")} - {""}
-            found = _entry_points()
+            found = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
             for name in sorted((allowed or set()) - {entry.name for entry in found}):
                 logger.warning("MINIVLLM_PLUGINS names %r, but no installed package has such a plugin", name)
             _plugins.extend(_load(entry, allowed is None or entry.name in allowed) for entry in found)
         return tuple(_plugins)
-
-
-def _entry_points() -> list[EntryPoint]:
-    from importlib.metadata import entry_points
-
-    return sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
 
 
 def _load(entry: EntryPoint, allowed: bool) -> Plugin:

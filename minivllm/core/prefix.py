@@ -7,13 +7,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
-from typing import Protocol
 
 from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.encoder_cache import block_keys
 from minivllm.core.request import Request
-
-__all__ = ["HashIndex", "RadixIndex", "extend_block_hashes", "hash_block", "make_prefix_index", "root_hash"]
 
 
 def hash_block(parent: bytes, token_ids: list[int], keys: Sequence[str] = ()) -> bytes:
@@ -46,28 +43,6 @@ def extend_block_hashes(request: Request, block_size: int) -> list[bytes]:
     return hashes
 
 
-class PrefixIndex(Protocol):
-    """Where the cached blocks are."""
-
-    def walk(self, request: Request, num_blocks: int) -> Iterator[KVCacheBlock | None]:
-        """The blocks that hold the request's first `num_blocks` full blocks, None for those that are not cached."""
-        ...
-
-    def insert(self, request: Request, i: int, block: KVCacheBlock) -> None:
-        """Make `block` findable as block `i` of the request's text. Of several equal ones the first inserted is found."""
-        ...
-
-    def remove(self, block: KVCacheBlock) -> None:
-        """Forget a block that was inserted."""
-        ...
-
-    def clear(self) -> None:
-        """Forget all."""
-        ...
-
-    def __len__(self) -> int: ...
-
-
 _NONE: list[None] = [None]
 
 
@@ -79,17 +54,16 @@ class HashIndex:
         self._blocks: dict[bytes, list[KVCacheBlock]] = {}
 
     def walk(self, request: Request, num_blocks: int) -> Iterator[KVCacheBlock | None]:
+        """The blocks that hold the request's first `num_blocks` full blocks, None for those that are not cached."""
         get = self._blocks.get
         return (get(name, _NONE)[0] for name in extend_block_hashes(request, self.block_size)[:num_blocks])
 
     def insert(self, request: Request, i: int, block: KVCacheBlock) -> None:
-        name = request.block_hashes[i]
-        if name in self._blocks:
-            self._blocks[name].append(block)
-        else:
-            self._blocks[name] = [block]
+        """Make `block` findable as block `i` of the request's text. Of several equal ones the first inserted is found."""
+        self._blocks.setdefault(request.block_hashes[i], []).append(block)
 
     def remove(self, block: KVCacheBlock) -> None:
+        """Forget a block that was inserted."""
         assert block.block_hash is not None
         twins = self._blocks[block.block_hash]
         twins.remove(block)
@@ -97,6 +71,7 @@ class HashIndex:
             del self._blocks[block.block_hash]
 
     def clear(self) -> None:
+        """Forget all."""
         self._blocks.clear()
 
     def __len__(self) -> int:
@@ -113,7 +88,7 @@ class _Node:
 
 
 class RadixIndex:
-    """A tree of prefixes; each edge is one block of tokens. One tree per set of extra keys."""
+    """A tree of prefixes; each edge is one block of tokens. One tree per set of extra keys. Methods as those of `HashIndex`."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -155,7 +130,5 @@ class RadixIndex:
         return len(self._nodes)
 
 
-def make_prefix_index(name: str, block_size: int) -> PrefixIndex:
-    """The index called `hash` or `radix`."""
-    indexes: dict[str, type[HashIndex | RadixIndex]] = {"hash": HashIndex, "radix": RadixIndex}
-    return indexes[name](block_size)
+# by the names that `prefix_cache_index` has for them
+PREFIX_INDEXES: dict[str, type[HashIndex | RadixIndex]] = {"hash": HashIndex, "radix": RadixIndex}

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from minivllm.core.kv_connector import runs
+
 logger = logging.getLogger("minivllm.runtime")
 
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -135,7 +137,7 @@ def cluster_death() -> str:
 def _watch(vital: dict[str, int]) -> None:
     """Look at the processes of the cluster, and start its guard again if that was killed, until the cluster is left or has lost one."""
     while True:
-        ended = next((f"{name} (process {pid})" for name, pid in vital.items() if _has_ended(pid)), None)
+        ended = next((f"{name} (process {pid})" for name, pid in vital.items() if not runs(pid)), None)
         unguarded = _Connection.guard is not None and _Connection.guard.poll() is not None
         if _Connection.vital is not vital:  # the cluster was left: its processes were to end
             return
@@ -147,15 +149,6 @@ def _watch(vital: dict[str, int]) -> None:
         if unguarded:
             _Connection.guard = start_guard(_Connection.folder)
         time.sleep(0.2)
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a process has ended, also if its parent has not waited for it (a zombie). Always False without `/proc` (macOS)."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return os.path.exists("/proc/self/stat")
 
 
 def cluster_folder() -> str | None:

@@ -14,7 +14,7 @@ from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig
 from minivllm.core.encoder_cache import EncoderCacheManager
 from minivllm.core.events import Event, RequestSnapshot, State, TraceHeader
 from minivllm.core.kv_cache import KVCacheManager
-from minivllm.core.policy import Policy, arguments_of
+from minivllm.core.policy import Policy, PolicyGuard, arguments_of
 from minivllm.core.request import Request
 from minivllm.core.request_queue import WaitingQueue
 from minivllm.core.trace import Trace
@@ -41,6 +41,7 @@ class Recorder:
     running: list[Request]
     remote: dict[str, Request]
     _kept: dict[str, list[KVCacheBlock]]
+    _guard: PolicyGuard
 
     def __init__(self) -> None:
         self.trace: Sink | None = None
@@ -51,8 +52,8 @@ class Recorder:
 
     @property
     def policy(self) -> Policy:
-        """The policy in use."""
-        raise NotImplementedError
+        """The policy in use. Set another at any time between two steps with `Scheduler.set_policy`."""
+        return self._guard.policy
 
     def state(self) -> State:
         """The live state as plain data."""

@@ -73,7 +73,6 @@ class RoundRobin:
         self._next = 0
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
-        """See `Router`."""
         self._next += 1
         return (self._next - 1) % len(replicas)
 
@@ -82,7 +81,6 @@ class LeastLoaded:
     """The replica with the fewest requests that have not ended; of equals the one with fewer prompt tokens, then the first."""
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
-        """See `Router`."""
         best = min(replicas, key=lambda r: (r.num_requests, r.num_tokens, r.index))
         self.scores = {r.index: r.num_requests for r in replicas}
         self.reason = f"{best.num_requests} requests there, no replica has fewer"
@@ -106,7 +104,6 @@ class PrefixAware:
         self._known: dict[int, OrderedDict[bytes, None]] = {}
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
-        """See `Router`."""
         names = list(extend_block_hashes(request, self.block_size))
         least = min(r.num_requests for r in replicas)
         open_to = [r for r in replicas if r.num_requests <= least + self.slack]

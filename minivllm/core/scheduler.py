@@ -126,16 +126,14 @@ class Scheduler(Recorder):
         self._receiving: dict[str, int | str] = {}
         self._unfetchable: set[str] = set()  # requests of which no block came
         self._kept: dict[str, list[KVCacheBlock]] = {}  # of requests that have ended; a connector still copies them
-        self._sends: dict[
-            str, int
-        ] = {}  # those of `_kept` that are copied to elsewhere, and the step from which workers know
+        # those of `_kept` that are copied to elsewhere, and the step from which workers know
+        self._sends: dict[str, int] = {}
         self.adapters = AdapterSlots(config.max_loras)
         self.encoder_cache = EncoderCacheManager(*config.encoder_limits)
         self.step = self.num_preemptions = 0
         self.waits_for_tokens, self.drafts_ahead = False, 0
-        self._scheduled_in: dict[
-            str, int
-        ] = {}  # with `waits_for_tokens`, the step in which a request was last scheduled
+        # with `waits_for_tokens`, the step in which a request was last scheduled
+        self._scheduled_in: dict[str, int] = {}
         self.spec_stats = SpecDecodingStats()
         self._arrivals = self._overtaken = self._idle_steps = 0
         self._served: dict[str | None, Served] = {}
@@ -150,11 +148,6 @@ class Scheduler(Recorder):
         self.set_policy(policy or POLICIES[config.policy]())
         specs, pool = [group.spec for group in self.kv_cache_manager.groups], self.kv_cache_manager.block_pool
         self.max_model_len = tokens_held(specs, pool.num_blocks, config.max_model_len, config.max_num_batched_tokens)
-
-    @property
-    def policy(self) -> Policy:
-        """The policy in use. Set another at any time between two steps with `set_policy`."""
-        return self._guard.policy
 
     def set_policy(self, policy: Policy) -> None:
         """Use another policy from the next step on."""
@@ -440,9 +433,7 @@ class Scheduler(Recorder):
 
     def _drop_encoded(self, evicted: Iterable[str], draft: _Draft) -> None:
         for name in evicted:
-            if (
-                draft.encoder_inputs.pop(name, None) is None
-            ):  # else it was planned for a request that was preempted since
+            if draft.encoder_inputs.pop(name, None) is None:  # else planned for a request that was preempted since
                 draft.encoder_frees.append(name)
             if self.trace is not None:
                 self.trace(("encoder_evict", name))
@@ -612,7 +603,8 @@ class Scheduler(Recorder):
             return "in_flight"
         if request.request_id in self._kept:
             return "blocks_in_use"
-        if not self._has_slot(request.lora_name, draft):
+        name, adapters = request.lora_name, self.adapters
+        if name is not None and adapters.count and not adapters.can_take(name, draft.loras_in_use):
             return "max_loras"
         if request.status is RequestStatus.SWAPPED:
             return self._admit_swapped(request, draft)
@@ -624,16 +616,9 @@ class Scheduler(Recorder):
             if load_async and more:
                 return self._receive(self.connector, request, hit, more, draft)
         computed = hit.num_tokens + more
-        wanted = request.num_tokens - computed
-        if not config.enable_chunked_prefill and min(wanted, draft.threshold or wanted) > draft.budget:
-            return "no_chunked_prefill"
-        n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
+        n, reason = self._first_chunk(request, computed, draft)
         if n == 0:
-            return "policy"
-        if request.mm_features:
-            n, reason = self._fit_media(request, computed, n, draft.budget, draft)
-            if n == 0:
-                return reason
+            return reason
         reserve = request.num_tokens if config.scheduler_reserve_full_isl else 0
         blocks = self.kv_cache_manager.allocate_slots(request, more + n, hit, self._keep_free(), reserve)
         if blocks is None:
@@ -647,9 +632,15 @@ class Scheduler(Recorder):
         self._start(request, n, blocks, draft)
         return None
 
-    def _has_slot(self, name: str | None, draft: _Draft) -> bool:
-        """Whether an adapter (None: no adapter) lies in a slot, or could get one."""
-        return name is None or not self.adapters.count or self.adapters.can_take(name, draft.loras_in_use)
+    def _first_chunk(self, request: Request, computed: int, draft: _Draft) -> tuple[int, str]:
+        """How many tokens after the `computed` ones a request gets that is to start, and if it is none, why."""
+        wanted = request.num_tokens - computed
+        if not self.config.enable_chunked_prefill and min(wanted, draft.threshold or wanted) > draft.budget:
+            return 0, "no_chunked_prefill"
+        n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
+        return (
+            self._fit_media(request, computed, n, draft.budget, draft) if n and request.mm_features else (n, "policy")
+        )
 
     def _take_slot(self, request: Request, draft: _Draft) -> int:
         """The slot of the request's adapter; -1 if it has none. What must be loaded for it goes into the draft."""
@@ -672,14 +663,10 @@ class Scheduler(Recorder):
         return int(self.cache.watermark * self.kv_cache_manager.block_pool.num_blocks) if self.running else 0
 
     def _admit_swapped(self, request: Request, draft: _Draft) -> str | None:
-        wanted, kv = request.num_tokens - request.num_computed_tokens, self.kv_cache_manager
-        n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
+        kv = self.kv_cache_manager
+        n, reason = self._first_chunk(request, request.num_computed_tokens, draft)
         if n == 0:
-            return "policy"
-        if request.mm_features:
-            n, reason = self._fit_media(request, request.num_computed_tokens, n, draft.budget, draft)
-            if n == 0:
-                return reason
+            return reason
         taken = kv.swap_in(request, n, self._keep_free())
         if taken is None:
             return "no_blocks"
@@ -741,17 +728,10 @@ class Scheduler(Recorder):
         return None
 
     def _admit_arrived(self, request: Request, draft: _Draft) -> str | None:
-        config, computed = self.config, request.num_computed_tokens
-        wanted = request.num_tokens - computed
-        if not config.enable_chunked_prefill and min(wanted, draft.threshold or wanted) > draft.budget:
-            return "no_chunked_prefill"
-        n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
-        if n and request.mm_features:
-            n, reason = self._fit_media(request, computed, n, draft.budget, draft)
-            if n == 0:
-                return reason
+        computed = request.num_computed_tokens
+        n, reason = self._first_chunk(request, computed, draft)
         if n == 0:
-            return "policy"
+            return reason
         if self.kv_cache_manager.allocate_slots(request, n) is None:
             return "no_blocks"
         if request.num_preemptions == 0:

@@ -61,10 +61,6 @@ class Trace(Recording):
         self._scan()
         return len(self._step_starts)
 
-    def _end_of(self, i: int) -> int:
-        """The number of events up to the end of the i-th recorded step."""
-        return self._step_starts[i + 1] if i + 1 < len(self._step_starts) else len(self.events)
-
     def at(self, step: int) -> State:
         """The whole state after the i-th recorded step; -1 for the last one.
 
@@ -74,8 +70,8 @@ class Trace(Recording):
         count = self.num_steps
         if not -count <= step < count:
             raise IndexError(f"step {step} of a trace with {count} steps")
-        end = self._end_of(step % count)
-        return self._fold_to(end)
+        ends = [*self._step_starts[1:], len(self.events)]
+        return self._fold_to(ends[step % count])
 
     def _fold_to(self, end: int) -> State:
         done, state = 0, self.start

@@ -248,6 +248,12 @@ def _span(pid: int, tid: int | None, name: str, start: float, seconds: float, **
     return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start, "dur": seconds * 1e6, **more}
 
 
+def _label(pid: int, name: str, tid: int | None = None) -> dict[str, Any]:
+    """The name of a process, or of one of its tracks."""
+    what = {"pid": pid, "name": "process_name"} if tid is None else {"pid": pid, "tid": tid, "name": "thread_name"}
+    return {"ph": "M", **what, "args": {"name": name}}
+
+
 def perfetto_events(trace: Recording) -> list[dict[str, Any]]:
     """The trace as a list of Chrome trace events; times in microseconds. What a router sent here is on the track of this replica."""
     frames = tables(trace)
@@ -256,13 +262,7 @@ def perfetto_events(trace: Recording) -> list[dict[str, Any]]:
     start = dict(zip(steps["step"], steps["start"] * 1e6, strict=True))
     length = dict(zip(steps["step"], (steps["end"] - steps["start"]).fillna(0), strict=True))
     track = {request_id: i + 1 for i, request_id in enumerate(requests["request_id"])}
-    events = [
-        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
-        for pid, name in ((1, "engine"), (2, "requests"))
-    ]
-    events += [
-        {"ph": "M", "pid": 2, "tid": tid, "name": "thread_name", "args": {"name": r}} for r, tid in track.items()
-    ]
+    events = [_label(1, "engine"), _label(2, "requests"), *(_label(2, r, tid) for r, tid in track.items())]
     for row in steps.itertuples():
         events.append(_span(1, 1, "step", start[row.step], length[row.step], step=row.step, tokens=row.num_tokens))
         counters = {
@@ -291,27 +291,14 @@ def perfetto_events(trace: Recording) -> list[dict[str, Any]]:
 
 def _route_events(routes: Any) -> list[dict[str, Any]]:
     """A process for the router, with a track for each replica."""
-    about, events = {"ph": "M", "pid": _ROUTER}, list[dict[str, Any]]()
+    events = list[dict[str, Any]]()
     for (at, request), rows in routes.groupby(["time", "request_id"], sort=False):
         chosen = rows[rows["chosen"]].iloc[0]
-        scores = {f"replica {r.replica}": _plain(r) for r in rows.itertuples()}
-        tid = int(chosen.replica) + 1
-        events.append(
-            {
-                "ph": "i",
-                "s": "t",
-                "pid": _ROUTER,
-                "tid": tid,
-                "name": request,
-                "ts": at * 1e6,
-                "args": {"why": chosen.reason, **scores},
-            }
-        )
-    tracks = [
-        {**about, "tid": t, "name": "thread_name", "args": {"name": f"replica {t - 1}"}}
-        for t in {e["tid"] for e in events}
-    ]
-    return ([{**about, "name": "process_name", "args": {"name": "router"}}] if events else []) + tracks + events
+        args = {"why": chosen.reason} | {f"replica {r.replica}": _plain(r) for r in rows.itertuples()}
+        place = {"pid": _ROUTER, "tid": int(chosen.replica) + 1}
+        events.append({"ph": "i", "s": "t", **place, "name": request, "ts": at * 1e6, "args": args})
+    tracks = [_label(_ROUTER, f"replica {t - 1}", t) for t in {e["tid"] for e in events}]
+    return ([_label(_ROUTER, "router")] if events else []) + tracks + events
 
 
 def _plain(row: Any) -> str:
@@ -322,8 +309,7 @@ def _plain(row: Any) -> str:
 def _rank_events(trace: Recording) -> list[dict[str, Any]]:
     """A process for each rank, whose joins lie within its steps."""
     pid = {rank: 10 + rank for rank, *_ in trace.ranks}
-    names = [{"ph": "M", "pid": at, "name": "process_name", "args": {"name": f"rank {r}"}} for r, at in pid.items()]
-    return names + [
+    return [_label(at, f"rank {rank}") for rank, at in pid.items()] + [
         _span(pid[rank], 1, name, start * 1e6, seconds, **({"bytes": size} if size else {}))
         for rank, name, start, seconds, size in trace.ranks
     ]

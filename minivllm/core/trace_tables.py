@@ -46,7 +46,8 @@ class RequestTable(EventReader):
         for name, state in trace.start.requests.items():
             prompt = state.num_prompt_tokens
             table._open(name, None, math.nan, 0, prompt, -1, state.num_tokens - prompt)
-        table.feed_all(trace.events)
+        for event in trace.events:
+            table.feed(event)
         return table
 
     def __len__(self) -> int:

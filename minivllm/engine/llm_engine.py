@@ -27,7 +27,7 @@ from minivllm.models.spec import DecoderSpec
 from minivllm.models.tokenizer import get_tokenizer
 from minivllm.multimodal.processor import MediaProcessor
 from minivllm.runtime.executor import Executor, plan_engine
-from minivllm.runtime.executors.select import make_executor
+from minivllm.runtime.executors.select import load_first, make_executor
 from minivllm.runtime.weights import Function, Weights
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.params import InvalidParameter, SamplingParams
@@ -101,7 +101,7 @@ class LLMEngine:
             )
         if isinstance(preemption, Swap):
             args = replace(args, num_cpu_blocks=preemption.num_cpu_blocks, preemption_mode="swap")
-        plan = plan_engine(args)
+        plan = load_first(plan_engine(args))
         tokenizer, grammar = load_tokenizer(plan.config, plan.model.eos_token_ids)
         executor = make_executor(plan, logits_processors, grammar)
         config = executor.config

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -205,14 +205,9 @@ def diff(a: Run | Trace, b: Run | Trace, *, match: str = "id") -> Diff:
         ValueError: no request in common, or different numbers of requests under match="order".
     """
     left, right = _as_run(a), _as_run(b)
-    if match not in ("id", "order"):
-        raise ValueError(f'match must be "id" or "order", got {match!r}')
     frame_a, frame_b = left.requests, right.requests
-    names: dict[str, str] = {}
+    names = names_in_a(frame_a["request_id"], frame_b["request_id"], match)
     if match == "order":
-        if len(frame_a) != len(frame_b):
-            raise ValueError(f'match="order" needs equally many requests, got {len(frame_a)} and {len(frame_b)}')
-        names = dict(zip(frame_b["request_id"], frame_a["request_id"], strict=True))
         frame_b = frame_b.assign(request_id=frame_a["request_id"])
     table = frame_a.merge(frame_b, on="request_id", suffixes=("_a", "_b"), validate="one_to_one")
     if table.empty:
@@ -229,6 +224,15 @@ def diff(a: Run | Trace, b: Run | Trace, *, match: str = "id") -> Diff:
         f"{left.name} ({left.policy})", f"{right.name} ({right.policy})", table, first, recorded,
         tuple(sorted(ids_a - ids_b)), tuple(sorted(ids_b - ids_a)),
     )  # fmt: skip
+
+
+def names_in_a(a: Collection[str], b: Collection[str], match: str) -> dict[str, str]:
+    """What the requests of b are called in a, where that may differ. Raises ValueError: see `diff`."""
+    if match not in ("id", "order"):
+        raise ValueError(f'match must be "id" or "order", got {match!r}')
+    if match == "order" and len(a) != len(b):
+        raise ValueError(f'match="order" needs equally many requests, got {len(a)} and {len(b)}')
+    return dict(zip(b, a, strict=True)) if match == "order" else {}
 
 
 def _as_run(x: Any) -> Run:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.core.config import KVTransferConfig
 from minivllm.core.kv_connector import Key, KVConnector
 from minivllm.core.routing import Replica, RoundRobin, Router, route
-from minivllm.lab.cost import CostModel, Roofline
+from minivllm.lab.cost import CostModel, Roofline, known
 from minivllm.lab.meter import Meter
 from minivllm.lab.parallel import LINKS, Link, Transfers
 from minivllm.lab.simulation import Session, Settings, make_settings
@@ -205,8 +205,6 @@ def simulate_pd(
     Raises:
         ValueError: the size of a block is not known.
     """
-    from minivllm.lab.cost import known
-
     first, second, wire = prefill or Roofline(), decode or Roofline(), known(link, LINKS, "link")
     settings, (front, ticket) = make_settings(config, None, second), _arrivals(source)
     size = settings.cache.block_size

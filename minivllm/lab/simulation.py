@@ -157,10 +157,8 @@ class Session:
         if self._stages > 1:
             return self._pipelined(output, result, seconds)
         self.clock.advance(seconds)
-        if not output.total_num_scheduled_tokens and (
-            moments := self._moments()
-        ):  # nothing to do but to wait for something
-            self.clock.advance_to(min(moments))
+        if not output.total_num_scheduled_tokens:  # nothing to do but to wait for something, if there is anything
+            self.clock.advance_to(min(self._moments(), default=0.0))
         return self._update(output, result, self.fake.exhausted)
 
     def _update(
@@ -201,8 +199,8 @@ class Session:
             return []
         end, scheduled, sampled, exhausted = self._in_flight.popleft()
         self.clock.advance_to(end)
-        if not part and not self._in_flight and (moments := self._moments()):
-            self.clock.advance_to(min(moments))
+        if not part and not self._in_flight:
+            self.clock.advance_to(min(self._moments(), default=0.0))
         return self._update(scheduled, sampled, exhausted)
 
     def end(self, request_id: str) -> None:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ def summary(run: Run) -> dict[str, float]:
 
 
 def _one(
-    source: Any, point: dict[str, Any], options: dict[str, Any], keep: Callable[[Run], dict[str, Any]]
+    source: Any, options: dict[str, Any], keep: Callable[[Run], dict[str, Any]], point: dict[str, Any]
 ) -> dict[str, Any]:
     """A point of the grid. Names that `simulate` does not have are settings."""
     own = {name: value for name, value in point.items() if name in ("policy", "cost_model", "preemption", "workload")}
@@ -49,8 +50,8 @@ _JOB: Any = None  # what forked processes find; a workload is made of functions,
 
 
 def _point(number: int) -> dict[str, Any]:
-    source, points, options, keep = _JOB
-    return _one(source, points[number], options, keep)
+    one, points = _JOB
+    return dict(one(points[number]))
 
 
 def sweep(
@@ -84,24 +85,23 @@ def sweep(
         raise ValueError(f"on must be one of {', '.join(ways)}; got {on!r}")
     if workers is not None and on != "processes":
         raise ValueError(f'workers goes with on="processes", not with on={on!r}')
-    rows = ways[on](source, points, options, keep, workers or os.cpu_count() or 1)
+    rows = ways[on](partial(_one, source, options, keep), points, workers or os.cpu_count() or 1)
     named = [{name: getattr(value, "name", value) for name, value in point.items()} for point in points]
     return pd.DataFrame([name | row for name, row in zip(named, rows, strict=True)])
 
 
-def _here(
-    source: Any, points: list[dict[str, Any]], options: dict[str, Any], keep: Any, workers: int
-) -> list[dict[str, Any]]:
-    return [_one(source, point, options, keep) for point in points]
+Rows = list[dict[str, Any]]
 
 
-def _in_processes(
-    source: Any, points: list[dict[str, Any]], options: dict[str, Any], keep: Any, workers: int
-) -> list[dict[str, Any]]:
+def _here(one: Callable[[Any], dict[str, Any]], points: Rows, workers: int) -> Rows:
+    return list(map(one, points))
+
+
+def _in_processes(one: Callable[[Any], dict[str, Any]], points: Rows, workers: int) -> Rows:
     global _JOB
     if sys.platform == "win32":
         raise ValueError('on="processes" needs a system that can fork; use on="here" or on="ray"')
-    _JOB = source, points, options, keep
+    _JOB = one, points
     try:
         with ProcessPoolExecutor(min(workers, len(points)) or 1, multiprocessing.get_context("fork")) as pool:
             return list(pool.map(_point, range(len(points))))
@@ -109,12 +109,10 @@ def _in_processes(
         _JOB = None
 
 
-def _on_ray(
-    source: Any, points: list[dict[str, Any]], options: dict[str, Any], keep: Any, workers: int
-) -> list[dict[str, Any]]:
+def _on_ray(one: Callable[[Any], dict[str, Any]], points: Rows, workers: int) -> Rows:
     ray = join_cluster()
     try:
-        task, shared = ray.remote(_one), ray.put(source)
-        return list(ray.get([task.remote(shared, point, options, keep) for point in points]))
+        task, shared = ray.remote(lambda one, point: one(point)), ray.put(one)
+        return list(ray.get([task.remote(shared, point) for point in points]))
     finally:
         leave_cluster()

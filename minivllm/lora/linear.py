@@ -203,9 +203,8 @@ class LoRALinear(LinearMethod):
         self._used = False
         self._kernels: _CPUKernels | _CUDAKernels | None = None
         if linear.method_name in _KERNELS:
-            sizes = (self._inputs, self._outputs, rank)
             make = _TileKernels if self._tiles else _CPUKernels
-            self._kernels = make(batch, self._a, self._b, self._ranks, self._spans, sizes)
+            self._kernels = make(batch, self._a, self._b, self._ranks, self._spans)
         elif linear.method_name in _CUDA_KERNELS and linear.device.type == "cuda" and not invariant:
             self._kernels = _CUDAKernels.make(batch, self._a, self._b, self._spans)
 
@@ -338,20 +337,14 @@ CHUNK = 128
 
 
 class _CPUKernels:
-    """Shrink and expand for the slots of one layer. sizes: inputs, outputs, room for ranks."""
+    """Shrink and expand for the slots of one layer."""
 
     def __init__(
-        self,
-        batch: LoRABatch,
-        a: Tensor,
-        b: Tensor,
-        ranks: npt.NDArray[np.int64],
-        spans: Sequence[tuple[int, int]],
-        sizes: tuple[int, int, int],
+        self, batch: LoRABatch, a: Tensor, b: Tensor, ranks: npt.NDArray[np.int64], spans: Sequence[tuple[int, int]]
     ) -> None:
         from minivllm_kernels.cpu.compile import host_lanes
 
-        (self._inputs, self._outputs, rank), lanes = sizes, host_lanes()
+        (rank, self._inputs), self._outputs, lanes = a.shape[2:], b.shape[2], host_lanes()
         self._bits, self._width = _BITS[a.dtype], len(spans) * rank
         self._chunks = np.array(
             [(n, min(n + CHUNK, end), i) for i, (start, end) in enumerate(spans) for n in range(start, end, CHUNK)]
@@ -417,19 +410,11 @@ class _TileKernels(_CPUKernels):
         x, threads, (a, b) = x.contiguous(), torch.get_num_threads(), self._where
         size = 2 * GROUP * (self._inputs + self._width + 128)  # rows of x, of h, and sums
         configs = (config.ctypes.data for config in self._configs)
-        where = (
-            x.data_ptr(),
-            a,
-            self._inputs,
-            b,
-            out.data_ptr(),
-            self._outputs,
-            self._chunks.ctypes.data,
-            len(self._chunks),
-        )
+        where = (x.data_ptr(), a, self._inputs, b, out.data_ptr(), self._outputs)
+        chunks = (self._chunks.ctypes.data, len(self._chunks))
         more = (self._starts.ctypes.data, *configs, LAUNCHER.scratch(threads * size), size)
         compiled = kernel("minivllm_kernels.cpu.lora:tile_lora", _BITS[out.dtype])
-        LAUNCHER.run(compiled, pack(len(x), *self._shared, *where, *more), threads)
+        LAUNCHER.run(compiled, pack(len(x), *self._shared, *where, *chunks, *more), threads)
 
 
 def add_grouped(x: Tensor, out: Tensor, a: Tensor, b: Tensor, spans: Sequence[tuple[int, int]], ends: Any) -> None:

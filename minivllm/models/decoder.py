@@ -14,7 +14,7 @@ from minivllm.attention.state import LayerCacheSpec
 from minivllm.core.config import WEIGHT_BITS, KVCacheConfig
 from minivllm.core.module import Module, ModuleList
 from minivllm.models.layers import NoNorm, Scale
-from minivllm.models.linear.base import use_huge_pages
+from minivllm.models.linear.base import move_to_huge_pages
 from minivllm.models.linear.grouped import QuantizedWeight
 from minivllm.models.linear.layer import QUANTIZED, GatheredLinear, Linear, Shard
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer
@@ -24,7 +24,7 @@ from minivllm.models.ops.select import make_layer_ops
 from minivllm.models.parallel import Stage, TensorGroup
 from minivllm.models.pooling import PoolingHead
 from minivllm.models.rope import Rope, Rotation
-from minivllm.models.spec import DecoderSpec, LayerSpec
+from minivllm.models.spec import DecoderSpec, LayerSpec, NamedWeight
 
 
 class Media(NamedTuple):
@@ -405,7 +405,7 @@ class Decoder(Module):
                 for name, load in block.optional_targets():
                     yield self.spec.names.layer.format(i) + name, load
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]) -> None:
+    def load_weights(self, weights: Iterable[NamedWeight]) -> None:
         """Fill every weight, then let the linear layers bring theirs into the form that they multiply with.
 
         Args:
@@ -419,27 +419,42 @@ class Decoder(Module):
         self._fill(weights)  # a function by itself: what it held of the checkpoint is gone before weights are packed
         self.process_weights_after_loading()
 
-    def check_weights(self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]) -> None:
+    def check_weights(self, weights: Iterable[NamedWeight]) -> None:
         """Raises ValueError where `load_weights` would, and for values that are not finite in this model's dtype. Changes nothing."""
-        n, shapes, optional = self.spec.names, self.spec.weight_shapes(), dict(self._optional_targets())
-        seen, tied = set[str](), dict[str, Tensor | QuantizedWeight]()
-        for name, tensor in self.spec.unpacked(self._usable(weights)):
+        n, optional, tied = self.spec.names, dict(self._optional_targets()), dict[str, Tensor | QuantizedWeight]()
+        for name, tensor in self._checked(self._usable(weights), optional):
             if self.spec.tie_word_embeddings and name in (n.head, n.embedding):
                 tied[name] = tensor
             if name in optional and not (isinstance(tensor, Tensor) and tensor.numel() == 1 and float(tensor) > 0):
                 raise ValueError(f"{self.spec.family}: {name!r} must be one number above 0")
-            if name.endswith(".rotary_emb.inv_freq") or name in optional or (name == n.head and name in tied):
-                continue
-            self._check_tensor(name, tensor, shapes, seen)
-            seen.add(name)
-        self._check_complete(shapes, seen)
-        head, table = tied.get(n.head), tied[n.embedding] if tied else None
+        head, table = tied.get(n.head), tied.get(n.embedding)
         if isinstance(head, Tensor) and isinstance(table, Tensor):
             self._check_tied(torch.equal(head.to(self.dtype), table.to(self.dtype)))
 
-    def _usable(
-        self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]
-    ) -> Iterator[tuple[str, Tensor | QuantizedWeight]]:
+    def _checked(self, weights: Iterable[NamedWeight], optional: Container[str]) -> Iterator[NamedWeight]:
+        """The tensors in the form of `weight_shapes`. Raises ValueError for one that is unexpected, of the wrong shape or given twice, and behind
+        the last for one that is missing; the `optional` and a tied output layer may be missing."""
+        family, shapes, seen = self.spec.family, self.spec.weight_shapes(), set[str]()
+        free = {self.spec.names.head} if self.spec.tie_word_embeddings else set[str]()
+        for name, tensor in self.spec.unpacked(weights):
+            if name.endswith(".rotary_emb.inv_freq"):
+                continue  # old Llama checkpoints carry this table; it follows from the config
+            if name not in optional and name not in free:
+                if name not in shapes:
+                    raise ValueError(f"{family}: the checkpoint has a tensor {name!r} that this model has no place for")
+                if name in seen:
+                    raise ValueError(f"{family}: tensor {name!r} came twice")
+                if tuple(tensor.shape) != shapes[name]:
+                    raise ValueError(
+                        f"{family}: tensor {name!r} must have shape {shapes[name]}, got {tuple(tensor.shape)}"
+                    )
+                seen.add(name)
+            yield name, tensor
+        if missing := [name for name in shapes if name not in seen]:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise ValueError(f"{family}: the checkpoint lacks {', '.join(missing[:5])}{more}")
+
+    def _usable(self, weights: Iterable[NamedWeight]) -> Iterator[NamedWeight]:
         """Those that `load_weights` reads. Raises ValueError for one of no float dtype, or whose values are not finite in this model's."""
         limit = torch.finfo(self.dtype).max
         for name, tensor in weights:
@@ -464,14 +479,11 @@ class Decoder(Module):
             layer.mixer.renew()
             layer.mlp.renew()
 
-    def _fill(self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]) -> None:
-        family, shapes, optional = self.spec.family, self.spec.weight_shapes(), dict(self._optional_targets())
-        targets, waiting = dict(self.targets()), self._quantized_early()
-        seen: set[str] = set()
+    def _fill(self, weights: Iterable[NamedWeight]) -> None:
+        family, targets, optional = self.spec.family, dict(self.targets()), dict(self._optional_targets())
+        waiting = self._quantized_early()
         head: Tensor | QuantizedWeight | None = None
-        for name, tensor in self.spec.unpacked(weights):
-            if name.endswith(".rotary_emb.inv_freq"):
-                continue  # old Llama checkpoints carry this table; it follows from the config
+        for name, tensor in self._checked(weights, optional):
             if name == self.spec.names.head and self.spec.tie_word_embeddings:
                 head = tensor
                 if isinstance(tensor, QuantizedWeight):
@@ -483,8 +495,6 @@ class Decoder(Module):
                 except ValueError as error:
                     raise ValueError(f"{family}: {name!r} {error}") from None
                 continue
-            self._check_tensor(name, tensor, shapes, seen)
-            seen.add(name)
             if (load := targets.pop(name, None)) is None:
                 continue  # another rank has it
             try:
@@ -492,18 +502,12 @@ class Decoder(Module):
             except ValueError as error:
                 raise ValueError(f"{family}: {name!r}: {error}") from None
             linear = waiting.pop(name, None)
-            if (
-                linear is not None and linear not in waiting.values()
-            ):  # it is whole, and no other is in memory unrounded
+            # whether it is whole: then no other is in memory unrounded
+            if linear is not None and linear not in waiting.values():
                 linear.method.process_weights_after_loading()
-        self._check_complete(shapes, seen)
         if isinstance(head, Tensor) and len(self.embedding):
-            self._check_tied(self._is_embedding(self._rows(head)))
-
-    def _check_complete(self, shapes: Iterable[str], seen: Container[str]) -> None:
-        if missing := [name for name in shapes if name not in seen]:
-            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            raise ValueError(f"{self.spec.family}: the checkpoint lacks {', '.join(missing[:5])}{more}")
+            rows = self._rows(head)
+            self._check_tied(torch.equal(rows.to(self.embedding), self.embedding[: len(rows)]))
 
     def _check_tied(self, same: bool) -> None:
         if not same:
@@ -511,9 +515,6 @@ class Decoder(Module):
             raise ValueError(
                 f"{self.spec.family}: tie_word_embeddings is true, but {n.head!r} differs from {n.embedding!r}"
             )
-
-    def _is_embedding(self, rows: Tensor) -> bool:
-        return torch.equal(rows.to(self.embedding), self.embedding[: len(rows)])
 
     def _quantized_early(self) -> dict[str, Linear]:
         """Which linear layer a tensor belongs to, of those that are quantized as soon as they are whole."""
@@ -523,17 +524,6 @@ class Decoder(Module):
         linears = [(at, x) for at, layer in layers for block in (layer.mixer, layer.mlp) for x in block.linears()]
         return {prefix + name: linear for prefix, linear in linears for name, _ in linear.targets()}
 
-    def _check_tensor(
-        self, name: str, tensor: Tensor | QuantizedWeight, shapes: dict[str, tuple[int, ...]], seen: set[str]
-    ) -> None:
-        family = self.spec.family
-        if name not in shapes:
-            raise ValueError(f"{family}: the checkpoint has a tensor {name!r} that this model has no place for")
-        if name in seen:
-            raise ValueError(f"{family}: tensor {name!r} came twice")
-        if tuple(tensor.shape) != shapes[name]:
-            raise ValueError(f"{family}: tensor {name!r} must have shape {shapes[name]}, got {tuple(tensor.shape)}")
-
     def process_weights_after_loading(self) -> None:
         """Bring the weights of all linear layers into the form that they multiply with."""
         linears = [*self.linears(), *([] if self.head is None else [self.head])]
@@ -542,6 +532,5 @@ class Decoder(Module):
         for layer in self.layers:
             layer.mixer.process_weights_after_loading()
             layer.mlp.process_weights_after_loading()
-        for linear in linears:  # only now is all memory around a weight in use
-            if (memory := linear.method.memory) is not None:
-                use_huge_pages(memory)
+        memories = (linear.method.memory for linear in linears)
+        move_to_huge_pages(memory for memory in memories if memory is not None)  # now all memory around is in use

@@ -109,9 +109,7 @@ def _read_part(path: Path) -> GGUFFile:
 
 def _plain(value: Any) -> Any:
     """GGUF stores 32-bit floats: read 9.9999997e-06 as the number that was meant, 1e-05."""
-    if isinstance(value, float):
-        return float(str(np.float32(value)))
-    return value
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 LAYER_TENSORS = {
@@ -387,42 +385,31 @@ QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 class PreTokenizer:
     """What `tokenizer.ggml.pre` stands for: how text is cut before byte-level BPE, and the habits that go with it."""
 
-    split: Callable[[], Any]
+    split: Any
     ignore_merges: bool = False  # a piece that is a token stays whole, whatever the merges say
     add_bos: bool = False
-    normalizer: Callable[[], Any] | None = None
+    normalizer: Any = None
 
 
-def _regex_split(pattern: str) -> Callable[[], Any]:
-    def build() -> Any:
-        pieces = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-        return pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-    return build
+def _regex_split(pattern: str) -> Any:
+    pieces = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _gpt2_split() -> Any:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm_split() -> Any:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()])
-
-
+_GPT2_SPLIT = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 PRE_TOKENIZERS = {
-    "gpt-2": PreTokenizer(_gpt2_split),
-    "smollm": PreTokenizer(_smollm_split),
+    "gpt-2": PreTokenizer(_GPT2_SPLIT),
+    "smollm": PreTokenizer(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2_SPLIT])),
     "llama-bpe": PreTokenizer(_regex_split(LLAMA3_SPLIT), ignore_merges=True, add_bos=True),
-    "qwen2": PreTokenizer(_regex_split(QWEN2_SPLIT), normalizer=normalizers.NFC),
+    "qwen2": PreTokenizer(_regex_split(QWEN2_SPLIT), normalizer=normalizers.NFC()),
 }
-PRE_TOKENIZER_ALIASES = {
+PRE_TOKENIZER_ALIASES = {  # further names that llama.cpp has for the same
     "phi-2": "gpt-2",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
     "falcon3": "llama-bpe",
     "deepseek-r1-qwen": "qwen2",
 }
-"""Further names that llama.cpp has for the same."""
 
 
 def tokenizer_from_gguf(gguf: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
@@ -465,8 +452,8 @@ def _byte_level_bpe(gguf: GGUFFile) -> tuple[Tokenizer, bool]:
         ) from error
     tokenizer = Tokenizer(model)
     if pre.normalizer is not None:
-        tokenizer.normalizer = pre.normalizer()
-    tokenizer.pre_tokenizer = pre.split()
+        tokenizer.normalizer = pre.normalizer
+    tokenizer.pre_tokenizer = pre.split
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, pre.add_bos
 
@@ -529,9 +516,7 @@ def _add_ends(gguf: GGUFFile, tokenizer: Tokenizer, add_bos: bool) -> None:
     if not ids:
         return
     names = {end: gguf.need("tokenizer.ggml.tokens")[i] for end, i in ids.items()}
-    single = (
-        [names[end] for end in ("bos",) if end in names] + ["$A"] + [names[end] for end in ("eos",) if end in names]
-    )
+    single = [piece for piece in (names.get("bos"), "$A", names.get("eos")) if piece is not None]
     pair = single + [piece.replace("$A", "$B") + ":1" for piece in single]
     special = [(names[end], ids[end]) for end in ids]
     tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)

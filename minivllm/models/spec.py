@@ -22,9 +22,9 @@ from minivllm.models.rope import RopeSpec, rope_from_parameters
 
 __all__ = [
     "FAMILIES", "GEMMA_NORMS", "ConfigReader", "DecoderSpec", "Family", "LayerSpec", "MTPSpec", "MediaSpec",
-    "Unpack", "WeightNames", "family", "qwen2", "read_attention", "read_common", "read_layer_types",
-    "read_mlp", "read_rope", "read_rope_of_type", "read_window_per_layer", "spec_from_config",
-    "windowed_layers", "windows_from_types",
+    "NamedWeight", "Unpack", "WeightNames", "family", "qwen2", "read_attention", "read_common",
+    "read_layer_types", "read_mlp", "read_rope", "read_rope_of_type", "read_window_per_layer",
+    "spec_from_config", "windowed_layers", "windows_from_types",
 ]  # fmt: skip
 
 
@@ -40,10 +40,10 @@ class LayerSpec:
         parallel: both blocks read the stream as it comes into the layer, and their sum is added to it. Without a
             `mlp_norm` they share the norm.
         residual_scale: factor on what is added to the stream; not together with post norms or `parallel`.
+        post_norm: the norms come after what each block gives was added to the stream (Vaswani et al., 2017).
 
     Raises:
         ValueError: fields that no layer implements together.
-        post_norm: the norms come after what each block gives was added to the stream (Vaswani et al., 2017).
     """
 
     mixer: TokenMixerSpec
@@ -147,6 +147,9 @@ class MediaSpec:
     token_id: int
     modality: str = "image"
     whole: bool = False
+
+
+NamedWeight = tuple[str, Tensor | QuantizedWeight]
 
 
 def _rows(rule: Unpack, weight: QuantizedWeight) -> dict[str, QuantizedWeight]:
@@ -299,9 +302,7 @@ class DecoderSpec:
         full = name if name.startswith(self.names.prefix) else self.names.prefix + name
         return full if full in heads or not full.startswith(self.ignored) else None
 
-    def unpacked(
-        self, weights: Iterable[tuple[str, Tensor | QuantizedWeight]]
-    ) -> Iterator[tuple[str, Tensor | QuantizedWeight]]:
+    def unpacked(self, weights: Iterable[NamedWeight]) -> Iterator[NamedWeight]:
         """A checkpoint's tensors in the form of `weight_shapes`. Of a quantized weight, rows can be taken and reordered.
 
         Raises:
@@ -547,10 +548,10 @@ def read_mlp(r: ConfigReader, **fields: Any) -> GatedMLPSpec:
     return GatedMLPSpec(**fields)
 
 
-def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int | None]:
+def read_window_per_layer(r: ConfigReader) -> list[int | None]:
     """Qwen's rule: `layer_types`, or a window from layer `max_window_layers` on; nothing without `use_sliding_window`."""
     count = r.need("num_hidden_layers")
-    start, types = r.get("max_window_layers", default_start), r.get("layer_types")
+    start, types = r.get("max_window_layers", 28), r.get("layer_types")
     window, used = r.get("sliding_window", 4096), r.get("use_sliding_window", False)
     window = window if used else None
     if types is None:
@@ -558,12 +559,10 @@ def read_window_per_layer(r: ConfigReader, default_start: int = 28) -> list[int 
     return windows_from_types(r, types, window)
 
 
-def read_layer_types(
-    r: ConfigReader, every: int, usual: str = "sliding_attention", every_nth: str = "full_attention"
-) -> list[str]:
-    """`layer_types` of the config; without it, `every_nth` for each `every`-th layer and `usual` for the others."""
+def read_layer_types(r: ConfigReader, every: int, usual: str = "sliding_attention") -> list[str]:
+    """`layer_types` of the config; without it, `full_attention` for each `every`-th layer and `usual` for the others."""
     given, count = r.get("layer_types"), r.need("num_hidden_layers")
-    return given or [usual if (i + 1) % every else every_nth for i in range(count)]
+    return given or [usual if (i + 1) % every else "full_attention" for i in range(count)]
 
 
 def windows_from_types(r: ConfigReader, types: list[str], window: int | None) -> list[int | None]:

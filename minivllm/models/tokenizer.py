@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,6 +14,7 @@ from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minivllm.models.hub import EMBEDDED_MODELS, resolve_model
+from minivllm.models.loading import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,13 +47,7 @@ def _is_generic(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
     if not (folder / "tokenizer.json").is_file() or not config.is_file():
         return False
-    try:
-        found = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{config} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{config} must hold a JSON object, it holds {type(found).__name__}")  # noqa: TRY004
-    return found.get("tokenizer_class") in GENERIC_CLASSES
+    return read_json(config).get("tokenizer_class") in GENERIC_CLASSES
 
 
 def _load(loader: str, name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
@@ -61,9 +55,7 @@ def _load(loader: str, name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer = getattr(transformers, loader).from_pretrained(name, trust_remote_code=False, **kwargs)
-    except (
-        Exception
-    ) as error:  # of whatever kind, it comes from the files: the tokenizers library raises bare Exceptions
+    except Exception as error:  # it comes from the files, and the tokenizers library raises bare Exceptions
         raise ValueError(f"cannot load a tokenizer from {name}: {type(error).__name__}: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(
@@ -116,15 +108,19 @@ def render_chat_template(
         )
     _check_messages(messages)
     _check_variables(tokenizer, chat_template, template_kwargs if tools is None else template_kwargs | {"tools": tools})
-    return _render(
-        tokenizer,
-        list(messages),
-        chat_template=chat_template,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        tools=None if tools is None else list(tools),
-        **template_kwargs,
-    )
+    try:
+        text: Any = tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=None if tools is None else list(tools),
+            **template_kwargs,
+        )
+    except Exception as error:  # a template is a program, and may fail like one
+        raise ValueError(f"the chat template of {tokenizer.name_or_path} refuses these messages: {error}") from error
+    return text
 
 
 def _check_messages(messages: Any) -> None:
@@ -156,11 +152,3 @@ def _check_variables(tokenizer: PreTrainedTokenizerBase, chat_template: str | No
             raise ValueError(
                 f"the chat template of {tokenizer.name_or_path} has no use for {name!r}, it would be ignored"
             )
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], **options: Any) -> str:
-    try:
-        text: Any = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # a template is a program, and may fail like one
-        raise ValueError(f"the chat template of {tokenizer.name_or_path} refuses these messages: {error}") from error
-    return text

@@ -35,7 +35,7 @@ def mrope_positions(features: Sequence[MultiModalFeatureSpec], num_tokens: int) 
 
 
 class StepTokens(Protocol):
-    """The fields of a step (`StepInputs` of the runtime) that `MRope` reads."""
+    """What is asked of a step (`StepInputs` of the runtime): requests laid end to end."""
 
     @property
     def request_ids(self) -> list[str]: ...

@@ -14,6 +14,7 @@ from minivllm.attention.backend import AttentionBatch
 from minivllm.core.encoder_cache import MultiModalFeatureSpec
 from minivllm.core.output import SchedulerOutput
 from minivllm.models.decoder import Media
+from minivllm.multimodal.mrope import StepTokens
 
 
 class MediaEncoder(Protocol):
@@ -24,20 +25,11 @@ class MediaEncoder(Protocol):
         ...
 
 
-class StepRows(Protocol):
-    """What is asked of a step (`StepInputs` of the runtime): requests laid end to end."""
-
-    @property
-    def request_ids(self) -> list[str]: ...
+class StepRows(StepTokens, Protocol):
+    """What is asked of a step besides its tokens."""
 
     @property
     def attention(self) -> list[AttentionBatch]: ...
-
-    @property
-    def starts(self) -> npt.NDArray[np.int64]: ...
-
-    @property
-    def positions(self) -> npt.NDArray[np.int64]: ...
 
 
 class EncoderOutputs:

@@ -181,12 +181,6 @@ def _target(reference: Any, root: Any) -> Any:
     return root
 
 
-def _from_choice(params: StructuredOutputsParams) -> str:
-    assert params.choice is not None
-    alternatives = " | ".join(json_lib.dumps(text) for text in params.choice)
-    return str(_llguidance().LLMatcher.grammar_from_lark(f"start: {alternatives}"))
-
-
 def _from_grammar(params: StructuredOutputsParams) -> str:
     assert params.grammar is not None
     dialect = "gbnf" if "::=" in params.grammar else "lark"
@@ -243,7 +237,8 @@ def grammar_text(params: StructuredOutputsParams, special_tokens: Mapping[str, i
             assert params.regex is not None
             return str(_llguidance().LLMatcher.grammar_from_regex(params.regex))
         case "choice":
-            return _from_choice(params)
+            alternatives = " | ".join(map(json_lib.dumps, params.choice or ()))
+            return str(_llguidance().LLMatcher.grammar_from_lark(f"start: {alternatives}"))
         case "grammar":
             return _from_grammar(params)
         case _:

@@ -40,6 +40,12 @@ class Allowed:
     text: str
     test: Callable[[Any], bool]
 
+    def check(self, parameter: str, value: Any) -> Any:
+        """The value. Raises InvalidParameter if it is not allowed."""
+        if not self.test(value):
+            raise InvalidParameter(parameter, value, self.text)
+        return value
+
     def __or__(self, other: "Allowed") -> "Allowed":
         return Allowed(f"{self.text} or {other.text}", lambda value: self.test(value) or other.test(value))
 
@@ -151,8 +157,7 @@ class CheckedParams:
 
     def __post_init__(self) -> None:
         for name, allowed in self.allowed.items():
-            if not allowed.test(getattr(self, name)):
-                raise InvalidParameter(self.place + name, getattr(self, name), allowed.text)
+            allowed.check(self.place + name, getattr(self, name))
         self._after_init()
 
     def _after_init(self) -> None:
@@ -457,9 +462,7 @@ class SamplingParams(CheckedParams):
         if name not in self.__dataclass_fields__:
             reject_unknown(type(self).__name__, [name], list(ALLOWED), AttributeError)
         if name in ALLOWED:
-            value = _NORMALISE.get(name, _plain)(value)
-            if not ALLOWED[name].test(value):
-                raise InvalidParameter(name, value, ALLOWED[name].text)
+            value = ALLOWED[name].check(name, _NORMALISE.get(name, _plain)(value))
         complete = "all_stop_token_ids" in self.__dict__
         before = self.__dict__.get(name)
         self.__dict__[name] = value

@@ -387,16 +387,14 @@ def _prepare_temperature(batch: SamplingBatch) -> Tensor | None:
     return batch.tensor("temperature")[:, None] if (batch.column("temperature") != 1).any() else None
 
 
-def _with_entries(function: Callable[[Tensor, Entries], Tensor]) -> Callable[[Tensor, Any, SamplingBatch], Tensor]:
-    return lambda logits, at, batch: function(logits, at)
-
-
 def standard_stages() -> list[Stage]:
     """The transforms in the order of vLLM. A new list: insert, remove or reorder as you like."""
     return [
         Stage("grammar", "forbids what the grammar does not allow next", _prepare_grammar, _apply_grammar),
-        Stage("allowed_token_ids", "forbids all other tokens", _prepare_allowed, _with_entries(allow_only)),
-        Stage("logit_bias", "adds a bias to some tokens", _prepare_bias, _with_entries(add_bias)),
+        Stage(
+            "allowed_token_ids", "forbids all other tokens", _prepare_allowed, lambda x, at, batch: allow_only(x, at)
+        ),
+        Stage("logit_bias", "adds a bias to some tokens", _prepare_bias, lambda x, at, batch: add_bias(x, at)),
         Stage("bad_words", "forbids the last token of a bad word", _prepare_bad_words, _apply_bad_words),
         Stage("min_tokens", "forbids an early end", _prepare_min_tokens, _apply_min_tokens),
         Stage(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.sampling.params import Allowed, InvalidParameter, integer, real
+from minivllm.sampling.params import integer, real
 from minivllm.sampling.random import as_seed, uniforms
 from minivllm.sampling.state import RequestView
 from minivllm.sampling.transforms import register_transform
@@ -19,19 +19,13 @@ __all__ = ["DRY", "XTC", "Mirostat", "TopNSigma", "TypicalP"]
 NEVER = -math.inf
 
 
-def _checked(name: str, value: float, allowed: Allowed) -> float:
-    if not allowed.test(value):
-        raise InvalidParameter(name, value, allowed.text)
-    return value
-
-
 class TypicalP:
     """Keeps the tokens whose surprise is nearest to the entropy, up to a mass in (0, 1]."""
 
     after = "temperature"
 
     def __init__(self, mass: float) -> None:
-        self.mass = _checked("mass", mass, real(0, 1, above=True))
+        self.mass = real(0, 1, above=True).check("mass", mass)
 
     def __call__(self, logits: Tensor, view: RequestView) -> Tensor:
         logp = torch.log_softmax(logits, -1)
@@ -47,7 +41,7 @@ class TopNSigma:
     """Keeps logits within n standard deviations below the largest."""
 
     def __init__(self, n: float) -> None:
-        self.n = _checked("n", n, real(0))
+        self.n = real(0).check("n", n)
 
     def __call__(self, logits: Tensor, view: RequestView) -> Tensor:
         sigma = logits[logits > NEVER].std(correction=0)
@@ -60,8 +54,8 @@ class XTC:
     after = "temperature"
 
     def __init__(self, threshold: float = 0.1, probability: float = 0.5) -> None:
-        self.threshold = _checked("threshold", threshold, real(0, 1))
-        self.probability = _checked("probability", probability, real(0, 1))
+        self.threshold = real(0, 1).check("threshold", threshold)
+        self.probability = real(0, 1).check("probability", probability)
 
     def __call__(self, logits: Tensor, view: RequestView) -> Tensor:
         seed = as_seed(view.seed ^ 0x587443)  # another stream than the draw's
@@ -82,11 +76,8 @@ class DRY:
     def __init__(
         self, multiplier: float = 0.8, base: float = 1.75, allowed_length: int = 2, breakers: Collection[int] = ()
     ) -> None:
-        self.multiplier, self.base = (
-            _checked("multiplier", multiplier, real(0)),
-            _checked("base", base, real(0, above=True)),
-        )
-        self.allowed_length, self.breakers = _checked("allowed_length", allowed_length, integer(1)), set(breakers)
+        self.multiplier, self.base = real(0).check("multiplier", multiplier), real(0, above=True).check("base", base)
+        self.allowed_length, self.breakers = integer(1).check("allowed_length", allowed_length), set(breakers)
 
     def __call__(self, logits: Tensor, view: RequestView) -> Tensor:
         ids = [*view.prompt_token_ids, *view.output_token_ids]
@@ -108,7 +99,7 @@ class Mirostat:
     after = "temperature"
 
     def __init__(self, tau: float = 5.0, eta: float = 0.1) -> None:
-        self.tau, self.eta = _checked("tau", tau, real(0, above=True)), _checked("eta", eta, real(0))
+        self.tau, self.eta = real(0, above=True).check("tau", tau), real(0).check("eta", eta)
         self._memory: dict[str, tuple[float, Tensor]] = {}
 
     def __call__(self, logits: Tensor, view: RequestView) -> Tensor:

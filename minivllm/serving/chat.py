@@ -268,11 +268,8 @@ def _chat_params(body: ChatCompletionRequest, defaults: dict[str, Any], **more: 
 def fetch_media(body: ChatCompletionRequest, state: ServerState) -> dict[str, list[Any]]:
     """The pictures and clips of a request by modality, in the order of its messages. Raises ApiError that names the part."""
     parts = [(f"messages[{i}]", part) for i, message in enumerate(body.messages) for part in message.media]
-    media, left, found = (
-        state.llm.llm_engine.input_processor.media,
-        state.options.max_image_pixels,
-        dict[str, list[Any]](),
-    )
+    media, left = state.llm.llm_engine.input_processor.media, state.options.max_image_pixels
+    found: dict[str, list[Any]] = {}
     if parts and media is None:
         raise ApiError(400, f"{parts[0][1].type}: this model reads text alone", param="messages")
     if len(parts) > (limit := state.llm.config.scheduler.max_model_len):  # before any is decoded
@@ -408,11 +405,8 @@ class ChatWriter(Writer):
             yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, ids
 
     def pieces(self, i: int, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        scores = (
-            {"prompt_logprobs": prompt_logprobs(output)}
-            if self.body.prompt_logprobs is not None and output.finished
-            else {}
-        )
+        asked = self.body.prompt_logprobs is not None and output.finished
+        scores = {"prompt_logprobs": prompt_logprobs(output)} if asked else {}
         for completion in output.outputs:
             for choice in self._choices_of(completion):
                 yield choice, scores if choice["finish_reason"] else {}

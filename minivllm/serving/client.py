@@ -7,6 +7,7 @@ import json
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import cache
 from typing import Any
 
 import httpx
@@ -49,8 +50,9 @@ async def read_events(lines: AsyncIterator[str]) -> AsyncIterator[Any]:
     raise ConnectionError("the stream has ended without [DONE]")
 
 
-def tls_context(insecure: bool = False) -> ssl.SSLContext:
-    """Certificates are checked, unless ``insecure``."""
+@cache
+def tls_context(insecure: bool) -> ssl.SSLContext:
+    """Certificates are checked, unless ``insecure``. Made once: reading the system's certificates takes longer than a request."""
     context = ssl.create_default_context()
     if insecure:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -74,14 +76,14 @@ def _in_words(url: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def request(
-    method: str, url: str, body: Any = None, headers: dict[str, str] | None = None, tls: ssl.SSLContext | None = None
+    method: str, url: str, body: Any = None, headers: dict[str, str] | None = None, insecure: bool = False
 ) -> AsyncIterator[httpx.Response]:
-    """Send a request with a JSON body and wait for status and headers of the answer. ``tls``: for https, default: `tls_context()`.
+    """Send a request with a JSON body and wait for status and headers of the answer. ``insecure``: see `tls_context`.
 
     Raises:
         ServerError: a status of 400 or more. OSError: no connection. ValueError: a bad address.
     """
-    verify = tls or (tls_context() if url.startswith("https") else False)
+    verify = tls_context(insecure) if url.startswith("https") else False
     with _in_words(url):
         async with (
             httpx.AsyncClient(verify=verify, trust_env=False, timeout=None) as client,
@@ -92,9 +94,9 @@ async def request(
             yield response
 
 
-async def get_json(url: str, headers: dict[str, str] | None = None, tls: ssl.SSLContext | None = None) -> Any:
+async def get_json(url: str, headers: dict[str, str] | None = None, insecure: bool = False) -> Any:
     """What a GET gives, parsed."""
-    async with request("GET", url, headers=headers, tls=tls) as response:
+    async with request("GET", url, headers=headers, insecure=insecure) as response:
         return json.loads(await response.aread())
 
 
@@ -109,10 +111,9 @@ def _post_events(url: str, body: dict[str, Any], api_key: str | None = None, ins
     Raises:
         ServerError: the server refuses, or breaks off. OSError: no connection. ValueError: a bad address.
     """
-    tls = tls_context(insecure) if url.startswith("https") else None
 
     async def stream() -> AsyncIterator[Any]:
-        async with request("POST", url, body | {"stream": True}, bearer(api_key), tls) as response:
+        async with request("POST", url, body | {"stream": True}, bearer(api_key), insecure) as response:
             async for event in read_events(response.aiter_lines()):
                 yield event
 
@@ -135,8 +136,8 @@ class Remote:
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None, insecure: bool = False) -> None:
         base = url.rstrip("/").removesuffix("/v1")
         self.base, self.api_key, self.insecure = base + "/v1", api_key, insecure
-        tls = tls_context(insecure) if base.startswith("https") else None
-        names = [card["id"] for card in asyncio.run(get_json(self.base + "/models", bearer(api_key), tls))["data"]]
+        cards = asyncio.run(get_json(self.base + "/models", bearer(api_key), insecure))["data"]
+        names = [card["id"] for card in cards]
         if model is not None and model not in names:
             raise ValueError(f"{self.base} does not serve {model!r}; it serves {', '.join(names)}")
         self.model = model or names[0]

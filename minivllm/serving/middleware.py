@@ -185,15 +185,13 @@ class ApiKey:
 
 
 class AccessLog:
-    """One line a request in the logger ``minivllm.access``, plain or JSON, and the header X-Request-Id in the answer."""
+    """One line a request in the logger ``minivllm.access``, plain or JSON, and the header X-Request-Id in the answer. None for the paths in
+    ``QUIET``."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        as_json: bool = False,
-        quiet_paths: Sequence[str] = ("/health", "/metrics", "/dashboard/samples"),
-    ) -> None:
-        self.app, self.as_json, self.quiet_paths = app, as_json, frozenset(quiet_paths)
+    QUIET = frozenset({"/health", "/metrics", "/dashboard/samples"})
+
+    def __init__(self, app: ASGIApp, as_json: bool = False) -> None:
+        self.app, self.as_json = app, as_json
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -212,7 +210,7 @@ class AccessLog:
         try:
             await self.app(scope, receive, named)
         finally:
-            if scope["path"] not in self.quiet_paths:
+            if scope["path"] not in self.QUIET:
                 self._write(scope, status, time.perf_counter() - begun, request_id)
 
     def _write(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:

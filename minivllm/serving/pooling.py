@@ -111,20 +111,22 @@ class PairPlan(Plan):
 
 
 class PoolingWriter(Writer):
-    """`/pooling`: whatever it is, under `data`."""
+    """`/pooling`: whatever it is. ``listed``: the name of the list in the answer."""
+
+    listed: ClassVar[str] = "data"
 
     def entry(self, i: int, output: RequestOutput) -> dict[str, Any]:
         """One prompt's part of the answer."""
         return {"index": i, "object": "pooling", "data": output.pooled}
 
-    def usage_of(self, outputs: Sequence[RequestOutput]) -> dict[str, int]:
-        """Tokens that were read."""
-        count = sum(len(output.prompt_token_ids) for output in outputs)
-        return {"prompt_tokens": count, "total_tokens": count}
+    def entries(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        """All parts."""
+        return [self.entry(i, output) for i, output in enumerate(outputs)]
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        data = [self.entry(i, output) for i, output in enumerate(outputs)]
-        return {**self._head("list"), "data": data, "usage": self.usage_of(outputs)}
+        count = sum(len(output.prompt_token_ids) for output in outputs)
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return {**self._head("list"), self.listed: self.entries(outputs), "usage": usage}
 
 
 class ClassificationWriter(PoolingWriter):
@@ -140,24 +142,21 @@ class ClassificationWriter(PoolingWriter):
 class ScoreWriter(PoolingWriter):
     """`/score`: a number for each pair."""
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    def entries(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         scores = self.plan.pairs.scores([output.pooled for output in outputs])
-        data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
-        return {**self._head("list"), "data": data, "usage": self.usage_of(outputs)}
+        return [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
 
 
 class RerankWriter(PoolingWriter):
     """`/rerank`: the best documents first."""
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    listed = "results"
+
+    def entries(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         scores, texts = self.plan.pairs.scores([output.pooled for output in outputs]), self.body.texts()
         best = sorted(range(len(texts)), key=lambda i: -scores[i])[: self.body.top_n]
-        results = [
-            {"index": i, "relevance_score": scores[i]}
-            | ({"document": {"text": texts[i]}} if self.plan.documents else {})
-            for i in best
-        ]
-        return {**self._head("list"), "results": results, "usage": self.usage_of(outputs)}
+        shown = [{"document": {"text": text}} if self.plan.documents else {} for text in texts]
+        return [{"index": i, "relevance_score": scores[i]} | shown[i] for i in best]
 
 
 async def plan_inputs(body: Any, request: Request, state: ServerState, prefix: str) -> Plan:

@@ -34,6 +34,7 @@ HINTS = {
     "client_metadata": "nothing is stored here",
     "service_tier": "there is one tier",
 }
+_NOT_STORED = dict.fromkeys(("store", "metadata"), "nothing is stored here")
 
 
 @cache
@@ -225,7 +226,7 @@ class SamplingFields(RequestFields):
 class CompletionRequest(SamplingFields):
     """`POST /v1/completions`. ``max_tokens`` may be 0 with ``echo``: then the prompt is scored and nothing generated."""
 
-    no_effect: ClassVar = {**HINTS, "store": "nothing is stored here", "metadata": "nothing is stored here"}
+    no_effect: ClassVar = {**HINTS, **_NOT_STORED}
     unsupported: ClassVar = {
         "suffix": (("",), "the models served here complete at the end of a text, they do not fill in"),
         "lora_request": ((), "name the adapter as the model"),
@@ -488,12 +489,7 @@ class ChatTemplateFields(ToolFields):
 class ChatCompletionRequest(SamplingFields, ChatTemplateFields):
     """`POST /v1/chat/completions`."""
 
-    no_effect: ClassVar = {
-        **HINTS,
-        "store": "nothing is stored here",
-        "metadata": "nothing is stored here",
-        "prediction": "it is a hint for speed",
-    }
+    no_effect: ClassVar = {**HINTS, **_NOT_STORED, "prediction": "it is a hint for speed"}
     unsupported: ClassVar = {
         "functions": (([],), "deprecated; use tools"),
         "function_call": (("none",), "deprecated; use tool_choice"),

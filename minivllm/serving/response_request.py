@@ -305,11 +305,9 @@ def _from_outside(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:
-    return (
-        content
-        if isinstance(content, str)
-        else "\n".join(part.get("text") or part.get("refusal", "") for part in content)
-    )
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text") or part.get("refusal", "") for part in content)
 
 
 _SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "priority", "cache_salt",

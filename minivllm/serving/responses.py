@@ -19,10 +19,10 @@ from minivllm.engine.outputs import CompletionOutput, RequestOutput
 from minivllm.serving.chat import ChatPlan, chat_logprobs, plan_chat, token_bytes
 from minivllm.serving.errors import ApiError, as_api_error
 from minivllm.serving.generation import (
-    Counter,
     Job,
     ServerState,
     SSEResponse,
+    Writer,
     answer,
     check_output,
     merge,
@@ -227,15 +227,13 @@ class ItemWriter:
         self._open = None
 
 
-class ResponseWriter:
+class ResponseWriter(Writer):
     """Makes one response, whole or as events."""
 
     def __init__(self, job: Job, store: ResponseStore) -> None:
-        plan: Any = job.plan
-        self.job, self.plan, self.store = job, plan, store
-        self.tokenizer = job.state.llm.get_tokenizer()
+        super().__init__(job)
+        plan, self.store = self.plan, store
         self.items = ItemWriter(plan, token_bytes(self.tokenizer) if plan.body.logprobs else None)
-        self.counter = Counter(job.state.options.enable_prompt_tokens_details)
         self.response_object: dict[str, Any] = {
             "id": plan.id,
             "object": "response",
@@ -255,7 +253,7 @@ class ResponseWriter:
     def _snapshot(self, kind: str) -> dict[str, Any]:
         return self.items.event(kind, response=dict(self.response_object))
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         usage = self.counter.usage()
         thought = self.items.reader.count_thought_tokens(self.tokenizer.decode)
         return {
@@ -276,7 +274,7 @@ class ResponseWriter:
             "completed_at": None if cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": self.items.output,
-            "usage": self._usage(),
+            "usage": self.usage(),
         }
         if self.plan.request.store is not False:
             items = [{"id": f"msg_{uuid4().hex}", **item} for item in self.plan.request.items()]

@@ -7,6 +7,7 @@ import json
 import re
 import string
 from collections.abc import Collection, Generator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -14,7 +15,7 @@ from minivllm.sampling.grammar import special_token_ids
 from minivllm.serving.protocol import FunctionDefinition
 from minivllm.serving.tools import CallDelta, CallFormat, Piece, ToolParser, call_rules, literal, register_tool_parser
 
-__all__ = ["HermesToolParser", "Llama3JsonToolParser", "held_back"]
+__all__ = ["HermesToolParser", "Llama3JsonToolParser", "MarkedToolParser", "held_back"]
 
 _SPACE = " \t\r\n"
 _CLOSES = {"{": "}", "[": "]"}
@@ -305,29 +306,29 @@ def held_back(text: str, mark: str) -> int:
 _TEXT_RULE = "TEXT: /(.|\\n)*/"
 
 
-def _marked_rules(
-    form: CallFormat, begin: str, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any
-) -> list[str]:
-    """Rules for free text in which whatever stands behind the mark ``begin`` is a call that fits."""
-    special = begin in special_token_ids(tokenizer)
-    head = f"head: TEXT {literal(begin, tokenizer)}" if special else f"head[lazy]: TEXT {literal(begin, tokenizer)}"
-    rest = CallFormat(form.begin.removeprefix(begin), form.end, form.separator, form.each, form.arguments)
-    tail = "(head calls)* TEXT" if parallel and form.each else "(head calls)? TEXT"
-    rules = call_rules(rest, functions, parallel and not form.each, tokenizer)
-    return [f"start: {tail}", _TEXT_RULE, head, *rules]
+class MarkedToolParser(JsonToolParser):
+    """Calls that always stand behind the mark. A subclass has a form."""
+
+    form: ClassVar[CallFormat]
+
+    @classmethod
+    def free_rules(cls, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
+        """Rules for free text in which whatever stands behind the mark is a call that fits."""
+        form, mark = cls.form, literal(cls.begin, tokenizer)
+        head = f"head: TEXT {mark}" if cls.begin in special_token_ids(tokenizer) else f"head[lazy]: TEXT {mark}"
+        rest = replace(form, begin=form.begin.removeprefix(cls.begin))
+        tail = "(head calls)* TEXT" if parallel and form.each else "(head calls)? TEXT"
+        rules = call_rules(rest, functions, parallel and not form.each, tokenizer)
+        return [f"start: {tail}", _TEXT_RULE, head, *rules]
 
 
 @register_tool_parser("hermes", "qwen", "smollm2")
-class HermesToolParser(JsonToolParser):
+class HermesToolParser(MarkedToolParser):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes, Qwen and SmolLM2 write it (the last as a list)."""
 
     begin, end_mark = "<tool_call>", "</tool_call>"
     special_tokens = True
     form = CallFormat("<tool_call>\n", "\n</tool_call>", each=True)
-
-    @classmethod
-    def free_rules(cls, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
-        return _marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
 
 
 @register_tool_parser("llama3_json", "llama4_json")
@@ -361,7 +362,7 @@ class NamedCallReader(CallReader):
 
 
 @register_tool_parser("mistral")
-class MistralToolParser(JsonToolParser):
+class MistralToolParser(MarkedToolParser):
     """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, and the newer ``[TOOL_CALLS]name{...}``."""
 
     begin = "[TOOL_CALLS]"
@@ -376,10 +377,6 @@ class MistralToolParser(JsonToolParser):
         """Nine letters and digits: Mistral's templates accept no other."""
         alphabet, number = string.ascii_letters + string.digits, uuid4().int
         return "".join(alphabet[number // 62**i % 62] for i in range(9))
-
-    @classmethod
-    def free_rules(cls, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
-        return _marked_rules(cls.form, cls.begin, functions, parallel, tokenizer)
 
 
 @register_tool_parser("pythonic", "llama4_pythonic")

@@ -317,14 +317,12 @@ class BlockMap(TraceView):
     module = "block_map"
     title = "KV cache blocks"
     wide = True
+    reader = BlockStream
     TOKENS_LIMIT = 16_000  # bytes, deflated
 
     def __init__(self, trace: TraceSource, tokenizer: Any = None, tokens: bool | None = None) -> None:
         super().__init__(trace, tokenizer)
         self.tokens = tokens
-
-    def make_reader(self) -> BlockStream:
-        return BlockStream()
 
     @cached_property
     def shown(self) -> list[int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.lab.comparison import Difference, first_difference
+from minivllm.lab.comparison import Difference, first_difference, names_in_a
 from minivllm.lab.simulation import Run, trace_of
 from minivllm.viz.palette import LIGHT
 from minivllm.viz.payload import Payload
@@ -93,8 +93,7 @@ class Compare(View):
         self, trace_a: TraceSource | Run, trace_b: TraceSource | Run, *,
         names: tuple[str, str] | None = None, match: str = "id",
     ) -> None:  # fmt: skip
-        if match not in ("id", "order"):
-            raise ValueError(f'match must be "id" or "order", got {match!r}')
+        names_in_a((), (), match)  # refuses another word now, not when it is drawn
         self.sources, self.match = tuple(trace_of(x) if isinstance(x, Run) else x for x in (trace_a, trace_b)), match
         (self.a, problem_a), (self.b, problem_b) = (open_trace(source) for source in self.sources)
         different = self.a.header.policy != self.b.header.policy
@@ -112,12 +111,7 @@ class Compare(View):
 
     @cached_property
     def _renamed(self) -> dict[str, str]:
-        if self.match == "id":
-            return {}
-        a, b = (list(trace.names()) for trace in (self.a, self.b))
-        if len(a) != len(b):
-            raise ValueError(f'match="order" needs equally many requests, got {len(a)} and {len(b)}')
-        return dict(zip(b, a, strict=True))
+        return names_in_a(self.a.names(), self.b.names(), self.match)
 
     @cached_property
     def difference(self) -> Difference | None:

@@ -72,18 +72,12 @@ def branches(tree: PrefixTreeData) -> Branches:
 
 
 class PrefixTree(TraceView):
-    """The tree of cached prefixes after each step: what is in use, kept, lost, and how often it was found.
-
-    Args:
-        trace, tokenizer: see `TraceView`.
-    """
+    """The tree of cached prefixes after each step: what is in use, kept, lost, and how often it was found."""
 
     module = "prefix_tree"
     title = "Prefix tree"
     figure_size = (8.0, 4.5)
-
-    def make_reader(self) -> TreeReader:
-        return TreeReader()
+    reader = TreeReader
 
     @cached_property
     def tree(self) -> PrefixTreeData:

@@ -57,19 +57,13 @@ def _columns(rows: np.ndarray) -> np.ndarray:
 
 
 class Timeline(TraceView):
-    """Requests by steps (or by seconds): prefill chunks, decodes, waiting and why, preemptions, ends; tokens and queues beneath.
-
-    Args:
-        trace, tokenizer: see `TraceView`.
-    """
+    """Requests by steps (or by seconds): prefill chunks, decodes, waiting and why, preemptions, ends; tokens and queues beneath."""
 
     module = "timeline"
     title = "Timeline"
     wide = True
     figure_size = (9.0, 5.0)
-
-    def make_reader(self) -> TimelineReader:
-        return TimelineReader()
+    reader = TimelineReader
 
     @cached_property
     def lanes(self) -> TimelineData:

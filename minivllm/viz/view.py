@@ -373,9 +373,11 @@ class TraceView(View):
         self.trace, self.problem = open_trace(trace)
         self.tokenizer = tokenizer if tokenizer is not None else self.trace.tokenizer
 
+    reader: ClassVar[Any] = None  # the class of its `FoldReader`
+
     def make_reader(self) -> Any:
         """A new `FoldReader` that reads for this view what `reading` then holds; None if it needs none."""
-        return None
+        return self.reader and self.reader()
 
     @cached_property
     def reading(self) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minivllm.models.linear.base import HUGE_PAGE, use_huge_pages
+from minivllm.models.linear.base import HUGE_PAGE, move_to_huge_pages, use_huge_pages
 from minivllm.models.linear.layer import Linear
 
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -26,7 +26,9 @@ def test_a_weight_moves_into_huge_pages_and_keeps_its_numbers():
     weight = torch.frombuffer(new, dtype=torch.float32)
     weight.copy_(torch.arange(len(weight)))
     before = huge_kilobytes()
-    use_huge_pages(weight)
+    mover = move_to_huge_pages([torch.ones(7), weight])
+    assert mover is not None
+    mover.join()
     assert huge_kilobytes() > before
     assert torch.equal(weight, torch.arange(len(weight), dtype=torch.float32))
 
@@ -34,6 +36,7 @@ def test_a_weight_moves_into_huge_pages_and_keeps_its_numbers():
 def test_memory_that_cannot_move_is_left_alone():
     for tensor in (torch.ones(7), torch.ones(HUGE_PAGE, device="meta")):
         use_huge_pages(tensor)
+        assert move_to_huge_pages([tensor]) is None
 
 
 def test_a_method_says_what_it_reads():

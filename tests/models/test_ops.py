@@ -1,6 +1,7 @@
 """What stands between matmuls: torch's ops against their formulas, the kernels of numba against float64, and who runs what."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -135,9 +136,8 @@ def test_rope_and_cache(ops, dtype, rows, dim, normed):
         norm = QKNorm(3, 1, dim, 1e-3, dtype=dtype, device=CPU)
         norm.weight.copy_(weight)
         heads = torch.cat((rms(heads[:, :4], weight, 1e-3), heads[:, 4:]), 1)
-    q = make_layer_ops(ops).rope_and_cache(
-        qkv, None, slots, num_heads=3, head_dim=dim, qk_norm=norm, rotation=rotation, backend=backend
-    )
+    layer = SimpleNamespace(num_heads=3, head_dim=dim, qk_norm=norm, backend=backend)
+    q = make_layer_ops(ops).rope_and_cache(layer, qkv, None, slots, rotation)
     want = apply_rope(heads[:, :4], *(table.double() for table in rotation.cos_sin))
     k, v, where = backend.written
     close(q, want[:, :3])
@@ -148,9 +148,8 @@ def test_rope_and_cache(ops, dtype, rows, dim, normed):
 @OPS
 def test_layers_without_positions(ops):
     qkv, backend = torch.randn(3, 40), Written()
-    q = make_layer_ops(ops).rope_and_cache(
-        qkv, None, torch.arange(3), num_heads=3, head_dim=8, qk_norm=None, rotation=None, backend=backend
-    )
+    layer = SimpleNamespace(num_heads=3, head_dim=8, qk_norm=None, backend=backend)
+    q = make_layer_ops(ops).rope_and_cache(layer, qkv, None, torch.arange(3), None)
     assert torch.equal(q, qkv.view(3, 5, 8)[:, :3]) and torch.equal(backend.written[0], qkv.view(3, 5, 8)[:, 3:4])
 
 

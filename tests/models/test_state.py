@@ -28,7 +28,7 @@ from minivllm.models.mixers.scan import (
     ssd_recurrence,
     ssd_scan,
 )
-from minivllm.models.ops.states import StateOps
+from minivllm.models.ops.states import Fixed, StateOps
 
 CPU = torch.device("cpu")
 BACKEND = "numba_cpu" if importlib.util.find_spec("numba") else "sdpa"
@@ -125,15 +125,17 @@ def recurrence(kind: str, ops, tokens: int, dtype: torch.dtype, device: str = "c
 
     if kind == "ssd":
         _, dt, x = split(9, 4, 160)
-        fixed = random(4), torch.tensor([0.1, 2.0], device=device), -random(4).abs() * 8, random(4)
-        return lambda *where: ops.ssd(x.contiguous(), dt, *fixed, 2, *where)
+        bias, limits = random(4), torch.tensor([0.1, 2.0], device=device)
+        fixed = Fixed(bias, -random(4).abs() * 8, random(4), limits)
+        return lambda *where: ops.ssd(x.contiguous(), dt, fixed, 2, *where)
     if kind == "selective":
         x, z, B, C, dt = split(48, 48, 5, 5, 48)
         A, bias, D = -random(5, 48).abs() * 8, random(48), random(48)
-        return lambda *where: ops.selective(x.contiguous(), dt.contiguous(), bias, A, B, C, D, z, *where)
+        return lambda *where: ops.selective(x.contiguous(), dt.contiguous(), B, C, z, Fixed(bias, A, D), *where)
     if kind == "delta":
         qkv, b, a = split(2 * 2 * 8 + 4 * 12, 4, 4)
-        return lambda *where: ops.delta(qkv.contiguous(), b, a, random(4), -random(4).abs(), 2, *where)
+        fixed = Fixed(random(4), -random(4).abs())
+        return lambda *where: ops.delta(qkv.contiguous(), b, a, fixed, 2, *where)
     x, before, after = split(640, 640, 640)
     taps = SHAPES[kind][0] + 1
     gates = (before, after) if kind == "gates" else None

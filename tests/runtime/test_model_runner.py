@@ -13,7 +13,7 @@ from tiny_models import hf_model, tiny_model_path  # noqa: F401 - a fixture
 from minivllm.core.config import EngineArgs, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from minivllm.core.output import NewRequestData, SchedulerOutput
 from minivllm.runtime.executor import UniProcExecutor, plan_engine
-from minivllm.runtime.executors.select import make_executor
+from minivllm.runtime.executors.select import load_first, make_executor
 from minivllm.runtime.model_runner import group_attention_specs, zeros_on_demand
 from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.pooling import PoolingParams
@@ -221,8 +221,10 @@ def test_executors(plan):
     threads = replace(plan, config=replace(plan.config, args=EngineArgs(distributed_executor_backend="threads")))
     with pytest.raises(ValueError, match="must be one of uni, mp.*; got 'threads'"):
         make_executor(threads)
-    executor = make_executor(plan)
-    assert executor.kv_cache_config is plan.config.kv_cache
+    assert load_first(threads) is threads  # only this process's executor can be given a model
+    loaded = load_first(plan)
+    executor = make_executor(loaded)
+    assert executor.kv_cache_config is plan.config.kv_cache and executor.runner.model is loaded.decoder is not None
     executor.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         executor.execute_model(SchedulerOutput(0, {}, 0))

@@ -119,12 +119,13 @@ def mma_gemv(dtype: str, features: int, rows: int, split: int, gated: bool = Fal
 
     Grid (ceil(rows of the weight * split / (16 mma_warps(split))), 1).
     """
-    if features % 8 or rows not in MMA_ROWS or split not in (1, 2, 4, 8):
+    if features % 8 or rows not in MMA_ROWS or split not in (1, 2, 4, 8, 16):
         raise ValueError(
-            f"no such kernel: features {features} (a multiple of 8), rows {rows} (8, 16), split {split} (1, 2, 4, 8)"
+            f"no such kernel: features {features} (a multiple of 8), rows {rows} (8, 16), split {split} (1, 2, 4, 8, 16)"
         )
     CHUNKS, WORDS, SPLIT, TILES, GATED = features // 8, features // 2, split, rows // 8, gated
-    ROUNDS, STEPS = _rounds(-(-CHUNKS // (4 * SPLIT)), HELD_WORDS // 8)  # steps of 4 lanes
+    held = HELD_WORDS if split < 16 else HELD_WORDS - 16  # 16 warps have 128 registers each
+    ROUNDS, STEPS = _rounds(-(-CHUNKS // (4 * SPLIT)), held // 8)  # steps of 4 lanes
     ONCE = min(STEPS, X_WORDS // 4 // TILES)
     WHOLE = CHUNKS == ROUNDS * STEPS * 4 * SPLIT
     WARPS = mma_warps(split)
@@ -215,6 +216,7 @@ def mma_gemv(dtype: str, features: int, rows: int, split: int, gated: bool = Fal
 
 
 FMA_BUSY, MMA_BUSY = 16, 6  # warps that a multiprocessor should have at least
+LONG_BUSY = 8  # of `mma_gemv`, if a row is too long for four warps to hold in two rounds
 
 
 @dataclass(frozen=True)
@@ -246,6 +248,6 @@ def choose_gemv(
         short = _rounds(-(-features // 512), held)[0] <= 2  # with more rounds two warps took more than twice as long
         split = _split(tasks, (2, 4) if short else (4,), FMA_BUSY * multiprocessors)
         return Gemv(fma_gemv(dtype, features, split, gated), -(-tasks * split // FMA_WARPS))
-    tasks = -(-size // 16)
-    split = _split(tasks, (4, 8), MMA_BUSY * multiprocessors)
+    tasks, busy = -(-size // 16), MMA_BUSY if features <= 4 * HELD_WORDS * 8 else LONG_BUSY
+    split = _split(tasks, (4, 8, 16), busy * multiprocessors)
     return Gemv(mma_gemv(dtype, features, built, split, gated), -(-tasks * split // mma_warps(split)))

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from minivllm.models import gguf, spec
 from minivllm.models.families import deepseek, dense, encoders, media, moe, state
-from minivllm.models.spec import DecoderSpec
 
 _MODULES = (spec, dense, moe, deepseek, encoders, state, media)  # importing them has registered their families
+spec_from_config = spec.spec_from_config  # so here it knows them all
 
 
 def architectures(pooling: bool | None = None) -> tuple[str, ...]:
@@ -20,18 +20,6 @@ def is_known(hf_config: dict[str, Any]) -> bool:
     """Whether `spec_from_config` knows the architecture."""
     named = (hf_config.get("architectures") or [None])[0]
     return named in spec.FAMILIES if named else spec._ARCHITECTURE_OF.get(hf_config.get("model_type") or "") is not None
-
-
-def spec_from_config(hf_config: dict[str, Any]) -> DecoderSpec:
-    """The spec of the model that a `config.json` describes.
-
-    Args:
-        hf_config: the parsed file, of transformers 5 or older.
-
-    Raises:
-        ValueError: unknown architecture, unsupported field or value; names it.
-    """
-    return spec.spec_from_config(hf_config)
 
 
 _KINDS = {encoders.__name__: "pooling", state.__name__: "states", media.__name__: "pictures"}

@@ -47,9 +47,9 @@ _BACKBONE = WeightNames(
 )
 
 
-def read_dt_limit(r: ConfigReader, name: str = "time_step_limit") -> tuple[float, float]:
+def read_dt_limit(r: ConfigReader) -> tuple[float, float]:
     """Bounds of step sizes. JSON has no infinity: it is spelled as a bare word, or as transformers 5 does."""
-    low, high = r.get(name) or (0.0, math.inf)
+    low, high = r.get("time_step_limit") or (0.0, math.inf)
     return tuple(float(x["__float__"]) if isinstance(x, dict) else float(x) for x in (low, high))  # type: ignore[return-value]
 
 
@@ -243,10 +243,8 @@ def jamba(r: ConfigReader) -> DecoderSpec:
         )
         for i in range(count)
     ]
-    final, unpack = (
-        WeightNames(final_norm="model.final_layernorm.weight"),
-        stacked_experts("feed_forward.experts", names),
-    )
+    final = WeightNames(final_norm="model.final_layernorm.weight")
+    unpack = stacked_experts("feed_forward.experts", names)
     return DecoderSpec(**read_common(r), layers=tuple(layers), names=final, unpack=unpack)
 
 

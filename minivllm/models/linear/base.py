@@ -6,8 +6,9 @@ import ctypes
 import mmap
 import os
 import sys
+import threading
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -114,9 +115,28 @@ def use_huge_pages(memory: Tensor, filled: bool = True) -> None:
     Args:
         filled: False for memory that was not touched yet: it gets such pages as it is.
     """
-    if memory.device.type != "cpu" or not sys.platform.startswith("linux") or memory.nbytes < HUGE_PAGE // 8:
+    if not _gains_by_huge_pages(memory):
         return
     first = memory.data_ptr() // HUGE_PAGE * HUGE_PAGE
     size = -(-(memory.data_ptr() + memory.nbytes - first) // HUGE_PAGE) * HUGE_PAGE
     for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE)[: 1 + filled]:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
+
+
+def _gains_by_huge_pages(memory: Tensor) -> bool:
+    return memory.device.type == "cpu" and sys.platform.startswith("linux") and memory.nbytes >= HUGE_PAGE // 8
+
+
+def move_to_huge_pages(memories: Iterable[Tensor]) -> threading.Thread | None:
+    """`use_huge_pages` for all of them, in a thread: it copies them, and a caller that starts an engine has other things to do."""
+    large = [memory for memory in memories if _gains_by_huge_pages(memory)]
+
+    def move() -> None:
+        for memory in large:
+            use_huge_pages(memory)
+
+    if not large:
+        return None
+    mover = threading.Thread(target=move, name="minivllm-huge-pages")
+    mover.start()
+    return mover

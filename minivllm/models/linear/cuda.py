@@ -39,7 +39,6 @@ class FewRowsLinear(TorchLinear):
     capturable = True
 
     def problem(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str | None:
-        """See `LinearMethod`."""
         try:
             ops = cuda_kernels()
         except ImportError as error:
@@ -57,7 +56,6 @@ class FewRowsLinear(TorchLinear):
         return 0 < x.shape[0] <= MOST_ROWS and "bias" not in self.weights
 
     def apply(self, x: Tensor) -> Tensor:
-        """See `LinearMethod`."""
         if not self.takes(x):
             return super().apply(x)
         out: Tensor = cuda_kernels().gemv(x, self.weights["weight"])
@@ -242,15 +240,9 @@ class CUDAStoredLinear(StoredLinear):
     capturable = True
 
     def process_weights_after_loading(self) -> None:
-        """See `LinearMethod`."""
         if self.loaded:
             super().process_weights_after_loading()
             self.values = [packed(value, self.dtype) for value in self.values]
-
-    @property
-    def memory(self) -> Tensor | None:
-        value = self.values[0] if len(self.values) == 1 else None
-        return value.words if isinstance(value, CUDAPackedWeight) else super().memory
 
 
 class FP8Linear(TorchLinear):
@@ -259,11 +251,9 @@ class FP8Linear(TorchLinear):
     capturable = True
 
     def problem(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str | None:
-        """See `LinearMethod`."""
         return None if dtype.is_floating_point else f"fp8 weights are made from floats, not from {dtype}"
 
     def process_weights_after_loading(self) -> None:
-        """See `LinearMethod`."""
         if "weight" in self.weights:
             weight = self.weights.pop("weight")
             self.dtype = weight.dtype
@@ -281,7 +271,6 @@ class FP8Linear(TorchLinear):
         return scaled and CPUScaledWeight(scaled, self.dtype, None if bias is None else bias.float())
 
     def apply(self, x: Tensor) -> Tensor:
-        """See `LinearMethod`."""
         out = self.value.apply(x)
         return out if self._added is None else out + self._added
 

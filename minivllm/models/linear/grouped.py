@@ -301,6 +301,8 @@ class StoredLinear(LinearMethod):
     @property
     def memory(self) -> Tensor | None:
         value = self.values[0] if len(self.values) == 1 else None
+        if isinstance(value, RepackedWeight):
+            return value.words
         return value.q if isinstance(value, GroupedWeight) else None
 
 

@@ -2,9 +2,9 @@
 
 # Generated from nbs/models/linear/layer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -80,8 +80,7 @@ def make_linear_method(name: str) -> LinearMethod:
         )
     make = _METHODS[name]
     if isinstance(make, str):
-        module, _, attribute = make.partition(":")
-        make = getattr(importlib.import_module(module), attribute)
+        make = resolve_name(make)
     return make(name) if name in QUANTIZED else make()  # type: ignore[call-arg]
 
 

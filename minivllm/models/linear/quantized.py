@@ -330,11 +330,6 @@ class CPUStoredLinear(StoredLinear):
         out, bias = super().multiply(x, index), self.biases[index]
         return out if bias is None or isinstance(self.values[index], RepackedWeight) else out + bias.to(out.dtype)
 
-    @property
-    def memory(self) -> Tensor | None:
-        value = self.values[0] if len(self.values) == 1 else None
-        return value.words if isinstance(value, RepackedWeight) else super().memory
-
 
 class QuantizedLinear(TorchLinear):
     """A weight of 8 or 4 bits, rounded when it is loaded, and multiplied by the CPU's kernel: see `PackedWeight`.
@@ -356,13 +351,11 @@ class QuantizedLinear(TorchLinear):
         self.value: QuantizedWeight | None = None
 
     def problem(self, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device) -> str | None:
-        """See `LinearMethod`."""
         if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
             return f"quantized weights are made from float32 or bfloat16 on the CPU, not from {dtype} on {device}"
         return None
 
     def process_weights_after_loading(self) -> None:
-        """See `LinearMethod`."""
         if "weight" not in self.weights:
             return  # nothing was loaded anew
         weight, bias = self.weights.pop("weight"), self.weights.get("bias")
@@ -374,7 +367,6 @@ class QuantizedLinear(TorchLinear):
         return PackedWeight(value, self.dtype, bias, self.out_dtype, self.tiles)
 
     def apply(self, x: Tensor) -> Tensor:
-        """See `LinearMethod`."""
         assert self.value is not None
         return self.value.apply(x)
 
@@ -399,7 +391,6 @@ class TorchQuantizedLinear(QuantizedLinear):
         return value
 
     def apply(self, x: Tensor) -> Tensor:
-        """See `LinearMethod`."""
         return F.linear(x, self.weight, self.bias)
 
 

@@ -64,13 +64,7 @@ class SelfAttentionSpec(TokenMixerSpec):
     gate: str | None = None
 
     def __post_init__(self) -> None:
-        self._check()
-
-    def _check(self) -> None:
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self.check_counts("num_heads", "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads equally")
 
@@ -160,16 +154,8 @@ class SelfAttention(Mixer):
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """[T, hidden_size] to the same shape; writes the step's keys and values into this layer's cache."""
         kv_cache, plan = context.kv_caches[self.cache], context.plans[self.group]
-        q = self.ops.rope_and_cache(
-            self.qkv(x),
-            kv_cache,
-            plan.slot_mapping,
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            qk_norm=self.qk_norm,
-            rotation=context.rotations[self.rotation],
-            backend=self.backend,
-        )
+        rotation = context.rotations[self.rotation]
+        q = self.ops.rope_and_cache(self, self.qkv(x), kv_cache, plan.slot_mapping, rotation)
         if self.spec.temperature is not None:
             q = q * _temperatures(context.positions, *self.spec.temperature)[:, None, None].to(q.dtype)
         out = self.backend.attend(q, kv_cache, plan).reshape(x.shape[0], -1)

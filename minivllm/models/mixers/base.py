@@ -32,6 +32,12 @@ class LinearSpec(NamedTuple):
 class MixerSpec(ABC):
     """Parameters of a block, as a value: a frozen dataclass that says which weights the block has, and builds nothing."""
 
+    def check_counts(self, *names: str) -> None:
+        """Raise ValueError for a field that is no whole number of at least 1."""
+        for name in names:
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
     @abstractmethod
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         """The linear layers, by the name of the attribute that will hold each."""

@@ -4,12 +4,12 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from minivllm.attention.state import Sequences, StateView
-from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
+from minivllm.models.mixers.base import LinearSpec, register_mixer
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec
+from minivllm.models.ops.states import Fixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,26 +55,14 @@ class DeltaNetSpec(StateMixerSpec):
 
 @register_mixer(DeltaNetSpec)
 class DeltaNet(StateMixer):
-    """Convolve; correct what the state holds for a key; read it; norm and gate.
-
-    Attributes:
-        rates: [num_v_heads], how fast each state decays; below 0.
-    """
+    """Convolve; correct what the state holds for a key; read it; norm and gate."""
 
     capturable = True
     spec: DeltaNetSpec
-
-    def __init__(self, spec: DeltaNetSpec, builder: Builder) -> None:
-        super().__init__(spec, builder)
-        self.rates = torch.empty(0)
-
-    def process_weights_after_loading(self) -> None:
-        StateMixer.process_weights_after_loading(self)
-        self.rates = -self.wide["A_log"].exp()
 
     def mix(self, u: Tensor, views: list[StateView], where: Sequences) -> Tensor:
         s, w, ops, heads = self.spec, self.wide, self.ops.states, self.spec.num_v_heads
         qkv, z, b, a = u.split((s.channels, heads * s.v_dim, heads, heads), 1)
         qkv = ops.conv(qkv, w["conv1d.weight"], None, views[0], where)
-        y = ops.delta(qkv, b, a, w["dt_bias"], self.rates, s.num_k_heads, views[1], where)
+        y = ops.delta(qkv, b, a, Fixed(w["dt_bias"], w["A"]), s.num_k_heads, views[1], where)
         return ops.gated_norm(y, z, w["norm.weight"][None], s.eps, gate_first=False)

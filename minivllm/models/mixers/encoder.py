@@ -39,16 +39,6 @@ class EncoderAttention(SelfAttention):
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """[T, hidden_size] to the same shape."""
-        plan = context.plans[self.group]
         kv = x.new_empty(2, len(x), self.spec.num_kv_heads, self.head_dim)
-        q = self.ops.rope_and_cache(
-            self.qkv(x),
-            kv,
-            plan.slot_mapping,
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            qk_norm=self.qk_norm,
-            rotation=context.rotations[self.rotation],
-            backend=self.backend,
-        )
-        return self.o(self.backend.attend(q, kv, plan).reshape(len(x), -1))
+        caches = [kv] * (self.cache + 1)  # this layer's lives as long as the call; no other is read
+        return super().__call__(x, replace(context, kv_caches=caches))

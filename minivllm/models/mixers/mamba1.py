@@ -4,13 +4,13 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from minivllm.attention.state import Sequences, StateView
 from minivllm.models.linear.layer import Linear
-from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
+from minivllm.models.mixers.base import LinearSpec, register_mixer
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec
+from minivllm.models.ops.states import Fixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,7 @@ class Mamba1Spec(StateMixerSpec):
     norm_eps: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("channels", "state_size", "rank", "kernel"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self.check_counts("channels", "state_size", "rank", "kernel")
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         """See `MixerSpec`. The step sizes' bias is not the matmul's: it is added in float32."""
@@ -64,24 +61,12 @@ class Mamba1Spec(StateMixerSpec):
 
 @register_mixer(Mamba1Spec)
 class Mamba1(StateMixer):
-    """Convolve; let the state decay, add to it and read it; gate.
-
-    Attributes:
-        A: [state_size, channels], how fast each number decays; below 0.
-    """
+    """Convolve; let the state decay, add to it and read it; gate."""
 
     capturable = True
     spec: Mamba1Spec
     x_proj: Linear
     dt_proj: Linear
-
-    def __init__(self, spec: Mamba1Spec, builder: Builder) -> None:
-        super().__init__(spec, builder)
-        self.A = torch.empty(0)
-
-    def process_weights_after_loading(self) -> None:
-        StateMixer.process_weights_after_loading(self)
-        self.A = -self.wide["A_log"].T.exp().contiguous()
 
     def mix(self, u: Tensor, views: list[StateView], where: Sequences) -> Tensor:
         s, w, ops = self.spec, self.wide, self.ops.states
@@ -93,4 +78,4 @@ class Mamba1(StateMixer):
             parts = tuple(self.ops.rms_norm(part, w, s.norm_eps) for part, w in zip(parts, norms, strict=True))
         dt, B, C = parts
         dt = self.dt_proj(ops.contiguous(dt))
-        return ops.selective(x, dt, w["dt_proj.bias"], self.A, B, C, w["D"], z, views[1], where)
+        return ops.selective(x, dt, B, C, z, Fixed(w["dt_proj.bias"], w["A"], w["D"]), views[1], where)

@@ -11,6 +11,7 @@ from torch import Tensor
 from minivllm.attention.state import Sequences, StateView
 from minivllm.models.mixers.base import Builder, LinearSpec, register_mixer
 from minivllm.models.mixers.state import StateMixer, StateMixerSpec
+from minivllm.models.ops.states import Fixed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +39,7 @@ class Mamba2Spec(StateMixerSpec):
     dt_limit: tuple[float, float] = (0.0, math.inf)
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "head_dim", "num_groups", "state_size", "kernel"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        self.check_counts("num_heads", "head_dim", "num_groups", "state_size", "kernel")
         if self.num_heads % self.num_groups:
             raise ValueError(f"{self.num_heads} heads cannot share {self.num_groups} groups equally")
 
@@ -77,7 +75,6 @@ class Mamba2(StateMixer):
     """Convolve; let the state decay, add to it and read it; gate and norm.
 
     Attributes:
-        A: [num_heads], how fast each state decays; below 0.
         limits: [2], of the step sizes.
     """
 
@@ -86,16 +83,12 @@ class Mamba2(StateMixer):
 
     def __init__(self, spec: Mamba2Spec, builder: Builder) -> None:
         super().__init__(spec, builder)
-        self.A, self.limits = torch.empty(0), torch.tensor(spec.dt_limit, device=builder.device)
-
-    def process_weights_after_loading(self) -> None:
-        StateMixer.process_weights_after_loading(self)
-        self.A = -self.wide["A_log"].exp()
+        self.limits = torch.tensor(spec.dt_limit, device=builder.device)
 
     def mix(self, u: Tensor, views: list[StateView], where: Sequences) -> Tensor:
         s, w, ops = self.spec, self.wide, self.ops.states
         z, xBC, dt = u.split((s.inner, s.channels, s.num_heads), 1)
         xBC = ops.conv(xBC, w["conv1d.weight"], w.get("conv1d.bias"), views[0], where)
-        y = ops.ssd(xBC, dt, w["dt_bias"], self.limits, self.A, w["D"], s.num_groups, views[1], where)
+        y = ops.ssd(xBC, dt, Fixed(w["dt_bias"], w["A"], w["D"], self.limits), s.num_groups, views[1], where)
         weight = w["norm.weight"].view(s.num_groups, -1)
         return ops.gated_norm(y.view(len(u), *weight.shape), z, weight, s.eps, gate_first=True)

@@ -13,13 +13,11 @@ from minivllm.models.ops.torch import ACTIVATIONS
 from minivllm.models.parallel import Piece, Share, Split, SplitBlock
 
 
-def check_mlp(size: int, activation: str) -> None:
+def check_mlp(spec: "GatedMLPSpec | MLPSpec") -> None:
     """Raise ValueError for parameters that no MLP can have."""
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"intermediate_size must be a whole number of at least 1, got {size!r}")
-    if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"activation {activation!r} is not supported; supported: {known}")
+    spec.check_counts("intermediate_size")
+    if spec.activation not in ACTIVATIONS:
+        raise ValueError(f"activation {spec.activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,7 @@ class GatedMLPSpec(MixerSpec):
     gate_up: str | None = None
 
     def __post_init__(self) -> None:
-        check_mlp(self.intermediate_size, self.activation)
+        check_mlp(self)
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         inner = self.intermediate_size
@@ -102,7 +100,7 @@ class MLPSpec(MixerSpec):
     down: str = "mlp.down_proj"
 
     def __post_init__(self) -> None:
-        check_mlp(self.intermediate_size, self.activation)
+        check_mlp(self)
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
         return {

@@ -111,9 +111,8 @@ class MoESpec(MixerSpec):
     held: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        self.check_counts("num_experts")
         count, router = self.num_experts, self.router
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"num_experts must be a whole number of at least 1, got {count!r}")
         if count % router.groups or router.top_groups > router.groups:
             raise ValueError(f"{count} experts, {router.groups} groups, {router.top_groups} of them: that does not go")
         if router.top_k > count // router.groups * router.top_groups:
@@ -130,7 +129,9 @@ class MoESpec(MixerSpec):
         `all_to_all` the shared expert is, too."""
         blocks, local = {}, self
         if share.by_expert:
-            count = share.divide("experts", self.num_experts)
+            count, rest = divmod(self.num_experts, share.size)
+            if rest:
+                raise ValueError(f"{self.num_experts} experts cannot be split among {share.size} ranks equally")
             local = replace(self, held=(share.rank * count, count))
             blocks["expert"] = SplitBlock(self.expert, {})
         else:

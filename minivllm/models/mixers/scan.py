@@ -48,15 +48,20 @@ def ssd_step(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, 
     return (state * C[:, :, None]).sum(-1) + D[:, None] * x, state
 
 
+def by_token(step, x: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+    """Run `step(*parts, states)` over the tokens of one sequence. x: tensors with a row for each token."""
+    ys, states = [], state[None]
+    for parts in zip(*(part.split(1) for part in x), strict=True):
+        y, states = step(*parts, states)
+        ys.append(y)
+    return torch.cat(ys), states[0]
+
+
 def ssd_recurrence(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """T tokens of one sequence, one after the other: x [T, H, P], state [H, P, N], and so on, to [T, H, P] and the new state."""
-    ys, states = [], state[None]
-    for t in range(len(x)):
-        y, states = ssd_step(x[t : t + 1], dt[t : t + 1], A, B[t : t + 1], C[t : t + 1], D, states)
-        ys.append(y)
-    return torch.cat(ys), states[0]
+    return by_token(lambda x, dt, B, C, states: ssd_step(x, dt, A, B, C, D, states), (x, dt, B, C), state)
 
 
 CHUNK = 64
@@ -117,16 +122,9 @@ def delta_step(
     return (state * q[..., None]).sum(-2), state
 
 
-def delta_recurrence(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def delta_recurrence(*parts: Tensor) -> tuple[Tensor, Tensor]:
     """T tokens of one sequence, one after the other: q [T, H, K], state [H, K, V], and so on, to [T, H, V] and the new state."""
-    ys, states = [], state[None]
-    for t in range(len(q)):
-        now = slice(t, t + 1)
-        y, states = delta_step(q[now], k[now], v[now], log_decay[now], beta[now], states)
-        ys.append(y)
-    return torch.cat(ys), states[0]
+    return by_token(delta_step, parts[:-1], parts[-1])
 
 
 def delta_chunk(
@@ -168,12 +166,7 @@ def selective_recurrence(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """T tokens of one sequence, one after the other: x [T, I], state [N, I], and so on, to [T, I] and the new state."""
-    ys, states = [], state[None]
-    for t in range(len(x)):
-        now = slice(t, t + 1)
-        y, states = selective_step(x[now], dt[now], A, B[now], C[now], D, states)
-        ys.append(y)
-    return torch.cat(ys), states[0]
+    return by_token(lambda x, dt, B, C, states: selective_step(x, dt, A, B, C, D, states), (x, dt, B, C), state)
 
 
 def selective_chunk(

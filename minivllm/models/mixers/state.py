@@ -54,7 +54,8 @@ class StateMixer(Mixer):
 
     Attributes:
         extra: the weights that are no linear layer's, by the last part of their names.
-        wide: the same in float32, those of a convolution [K, C]; from `process_weights_after_loading` on.
+        wide: the same in float32, those of a convolution [K, C], and `A` of `A_log`: how fast states decay, below 0, [heads] or
+            [state_size, channels]; from `process_weights_after_loading` on.
     """
 
     spec: StateMixerSpec
@@ -83,6 +84,9 @@ class StateMixer(Mixer):
     def process_weights_after_loading(self) -> None:
         wide = {name: weight.float() for name, weight in self.extra.items()}
         self.wide = {name: w[:, 0].T.contiguous() if w.dim() == 3 else w for name, w in wide.items()}
+        if "A_log" in wide:
+            decay = -wide["A_log"].exp()
+            self.wide["A"] = decay.T.contiguous() if decay.dim() == 2 else decay
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """[T, hidden_size] to the same shape; changes states in this layer's cache."""

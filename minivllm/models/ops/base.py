@@ -5,7 +5,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -42,6 +42,15 @@ class CapturedSteps(Protocol):
         ...
 
 
+class AttentionHeads(Protocol):
+    """What `rope_and_cache` asks of a layer. qk_norm: of each query and key head, or None. backend: knows the layout of its cache."""
+
+    num_heads: int
+    head_dim: int
+    qk_norm: Any
+    backend: AttentionBackend
+
+
 class LayerOps(Module):
     """What stands between the matmuls of a layer. Chosen once, beside the attention backend; see `make_layer_ops`.
 
@@ -74,25 +83,14 @@ class LayerOps(Module):
 
     @abstractmethod
     def rope_and_cache(
-        self,
-        qkv: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        num_heads: int,
-        head_dim: int,
-        qk_norm: Callable[[Tensor], Tensor] | None,
-        rotation: Rotation | None,
-        backend: AttentionBackend,
+        self, layer: AttentionHeads, qkv: Tensor, kv_cache: Tensor, slot_mapping: Tensor, rotation: Rotation | None
     ) -> Tensor:
         """Norm and rotate queries and keys, and write keys and values to the cache.
 
         Args:
             qkv: [T, (num_heads + 2 num_kv_heads) * head_dim]: query heads, key heads, value heads.
             slot_mapping: int64 [T], where in the cache each token goes.
-            qk_norm: of each query and key head, or None.
             rotation: of this step's positions, or None.
-            backend: of the layer; knows the layout of its cache.
 
         Returns:
             The queries, [T, num_heads, head_dim].

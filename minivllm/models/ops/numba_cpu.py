@@ -4,25 +4,22 @@
 
 import functools
 import math
-import struct
 from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend
 from minivllm.core.module import Module
 from minivllm.models.layers import QKNorm
-from minivllm.models.ops.base import CapturedSteps, ForwardContext
+from minivllm.models.ops.base import AttentionHeads, CapturedSteps, ForwardContext
 from minivllm.models.ops.captured import CapturedCPUSteps
-from minivllm.models.ops.states_cpu import NumbaCPUStateOps
+from minivllm.models.ops.states_cpu import BITS, NumbaCPUStateOps, as_int
 from minivllm.models.ops.torch import TorchOps
 from minivllm.models.rope import Rotation
 from minivllm_kernels.cpu.compile import host_lanes, kernel, pack
 from minivllm_kernels.cpu.program import LAUNCHER
 
-BITS = {torch.float32: 32, torch.bfloat16: 16}
 ALONE = 200_000
 """Up to this many numbers one thread is not slower than several that have to meet."""
 
@@ -40,12 +37,6 @@ def _launcher(name: str, size: int, *params: int) -> Callable[..., None]:
         LAUNCHER.run(which, args, threads if numbers > ALONE else 1)
 
     return launch
-
-
-@functools.cache
-def _as_int(eps: float) -> int:
-    bits: int = struct.unpack("i", struct.pack("f", eps))[0]
-    return bits
 
 
 @functools.cache
@@ -71,7 +62,7 @@ class NumbaCPUOps(TorchOps):
         x = x.contiguous()
         stream, out, (rows, size) = x if residual is None else residual, torch.empty_like(x), x.shape
         where = (x.data_ptr(), stream.data_ptr(), weight.data_ptr(), out.data_ptr())
-        launch = _launcher("add_norm", size, BITS[x.dtype], _as_int(eps))
+        launch = _launcher("add_norm", size, BITS[x.dtype], as_int(eps))
         launch(rows * size, rows, *where, size, int(residual is not None))
         return out, stream
 
@@ -83,31 +74,21 @@ class NumbaCPUOps(TorchOps):
         _launcher("add_apart", size, BITS[x.dtype])(rows * size, rows, *where, size, out.stride(0))
 
     def rope_and_cache(
-        self,
-        qkv: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        num_heads: int,
-        head_dim: int,
-        qk_norm: Callable[[Tensor], Tensor] | None,
-        rotation: Rotation | None,
-        backend: AttentionBackend,
+        self, layer: AttentionHeads, qkv: Tensor, kv_cache: Tensor, slot_mapping: Tensor, rotation: Rotation | None
     ) -> Tensor:
-        known = qk_norm is None or (type(qk_norm) is QKNorm and qk_norm.weight.dtype == qkv.dtype)
+        norm, num_heads, head_dim = layer.qk_norm, layer.num_heads, layer.head_dim
+        known = norm is None or (type(norm) is QKNorm and norm.weight.dtype == qkv.dtype)
         if not known or rotation is None or rotation.rope.spec.dim != head_dim or qkv.dtype not in BITS:
-            sizes = {"num_heads": num_heads, "head_dim": head_dim}
-            how = {"qk_norm": qk_norm, "rotation": rotation, "backend": backend}
-            return TorchOps.rope_and_cache(self, qkv, kv_cache, slot_mapping, **sizes, **how)  # type: ignore[arg-type]
+            return TorchOps.rope_and_cache(self, layer, qkv, kv_cache, slot_mapping, rotation)
         heads = qkv.contiguous().view(qkv.shape[0], -1, head_dim)
         rows, num_kv_heads = len(heads), (heads.shape[1] - num_heads) // 2
         q, k = heads.new_empty(rows, num_heads, head_dim), heads.new_empty(rows, num_kv_heads, head_dim)
         cos, sin = (table.contiguous() for table in rotation.cos_sin)
         where = (heads.data_ptr(), cos.data_ptr(), sin.data_ptr(), q.data_ptr(), k.data_ptr())
-        weight, eps = (qk_norm.weight.data_ptr(), qk_norm.eps) if isinstance(qk_norm, QKNorm) else (0, 0.0)
-        launch = _launcher("rotate", head_dim, BITS[qkv.dtype], _as_int(eps))
+        weight, eps = (0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+        launch = _launcher("rotate", head_dim, BITS[qkv.dtype], as_int(eps))
         launch(heads.numel(), rows, *where, heads.stride(0), num_heads, num_kv_heads, weight)
-        backend.write(k, heads[:, num_heads + num_kv_heads :], kv_cache, slot_mapping)
+        layer.backend.write(k, heads[:, num_heads + num_kv_heads :], kv_cache, slot_mapping)
         return q
 
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend
 from minivllm.attention.numba_cuda import NumbaCudaBackend
 from minivllm.models.layers import QKNorm
 from minivllm.models.linear.cuda import FewRowsLinear, cuda_kernels
 from minivllm.models.linear.layer import Linear
+from minivllm.models.ops.base import AttentionHeads
 from minivllm.models.ops.states_cuda import NumbaCudaStateOps
 from minivllm.models.ops.torch import TorchOps
 from minivllm.models.rope import Rotation
@@ -31,32 +31,21 @@ class NumbaCudaOps(TorchOps):
         return cuda_kernels().rms_norm(x, weight, eps, residual), x if residual is None else residual
 
     def rope_and_cache(
-        self,
-        qkv: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        num_heads: int,
-        head_dim: int,
-        qk_norm: Callable[[Tensor], Tensor] | None,
-        rotation: Rotation | None,
-        backend: AttentionBackend,
+        self, layer: AttentionHeads, qkv: Tensor, kv_cache: Tensor, slot_mapping: Tensor, rotation: Rotation | None
     ) -> Tensor:
         """See `LayerOps`. Cosines and sines are read from a table of all positions."""
-        known = qk_norm is None or (type(qk_norm) is QKNorm and qk_norm.weight.dtype == qkv.dtype)
+        norm, backend = layer.qk_norm, layer.backend
+        known = norm is None or (type(norm) is QKNorm and norm.weight.dtype == qkv.dtype)
         known = known and type(backend).write is NumbaCudaBackend.write  # the kernel writes to the cache in its place
-        if not known or rotation is None or rotation.rope.spec.dim != head_dim or rotation.positions.dim() > 1:
-            sizes = {"num_heads": num_heads, "head_dim": head_dim}
-            how = {"qk_norm": qk_norm, "rotation": rotation, "backend": backend}
-            return TorchOps.rope_and_cache(self, qkv, kv_cache, slot_mapping, **sizes, **how)  # type: ignore[arg-type]
-        norm = qk_norm if isinstance(qk_norm, QKNorm) else None
+        if not known or rotation is None or rotation.rope.spec.dim != layer.head_dim or rotation.positions.dim() > 1:
+            return TorchOps.rope_and_cache(self, layer, qkv, kv_cache, slot_mapping, rotation)
         q: Tensor = cuda_kernels().rope_and_cache(
             qkv,
             kv_cache,
             rotation.rope.table,
             rotation.positions,
             slot_mapping,
-            num_heads=num_heads,
+            num_heads=layer.num_heads,
             q_weight=None if norm is None else norm.q_weight[0],
             k_weight=None if norm is None else norm.k_weight[0],
             eps=0.0 if norm is None else norm.eps,

@@ -2,7 +2,7 @@
 
 # Generated from nbs/models/ops/select.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import importlib
+from pkgutil import resolve_name
 
 from minivllm.models.ops.base import LayerOps
 
@@ -21,6 +21,5 @@ def make_layer_ops(name: str, batch_invariant: bool = False) -> LayerOps:
     """
     if name not in _OPS:
         raise ValueError(f"no layer ops {name!r}; known: {', '.join(_OPS)}")
-    module, _, attribute = _OPS[name].partition(":")
-    ops: LayerOps = getattr(importlib.import_module(module), attribute)(batch_invariant)
+    ops: LayerOps = resolve_name(_OPS[name])(batch_invariant)
     return ops

@@ -3,6 +3,7 @@
 # Generated from nbs/models/ops/states.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,22 @@ def _through(run: Callable[[Tensor], tuple[Tensor, Tensor]], states: StateView, 
     y, after = run(before if where.single else before[0])
     states.write(where.write, after if where.single else after[None])
     return y
+
+
+class Fixed(NamedTuple):
+    """The small weights of a recurrence, float32.
+
+    Attributes:
+        bias: is added to the step sizes before softplus.
+        A: how fast states decay; below 0.
+        D: the input's own way past the state; the delta rule has none.
+        limits: [2], of the step sizes; of SSD alone.
+    """
+
+    bias: Tensor
+    A: Tensor
+    D: Tensor = torch.empty(0)
+    limits: Tensor = torch.empty(0)
 
 
 class StateOps(Module):
@@ -90,23 +107,11 @@ class StateOps(Module):
         form = delta_step if where.single else delta_scan
         return _through(lambda state: form(q, k, v, decay, beta, state), states, where)
 
-    def ssd(
-        self,
-        xBC: Tensor,
-        dt: Tensor,
-        bias: Tensor,
-        limits: Tensor,
-        A: Tensor,
-        D: Tensor,
-        groups: int,
-        states: StateView,
-        where: Sequences,
-    ) -> Tensor:
+    def ssd(self, xBC: Tensor, dt: Tensor, fixed: Fixed, groups: int, states: StateView, where: Sequences) -> Tensor:
         """SSD.
 
         Args:
-            xBC: [T, H P + 2 groups N]. dt: [T, H], before softplus. bias: [H], is added to it. limits: [2], of the step sizes.
-            A, D: [H]. states: [H, P, N].
+            xBC: [T, H P + 2 groups N]. dt: [T, H], before softplus. fixed: of [H]. states: [H, P, N].
 
         Returns:
             float32 [T, H, P].
@@ -114,50 +119,32 @@ class StateOps(Module):
         heads, P, N = states.shape
         x, B, C = xBC.float().split((heads * P, groups * N, groups * N), 1)
         x, B, C = x.unflatten(1, (heads, P)), B.unflatten(1, (groups, N)), C.unflatten(1, (groups, N))
-        steps = F.softplus(dt.float() + bias).clamp(*limits)
-        return self.run_ssd(x, steps, A, B, C, D, states, where)
+        steps = F.softplus(dt.float() + fixed.bias).clamp(*fixed.limits)
+        return self.run_ssd(x, steps, fixed.A, B, C, fixed.D, states, where)
 
     def selective(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        bias: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        z: Tensor,
-        states: StateView,
-        where: Sequences,
+        self, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor, fixed: Fixed, states: StateView, where: Sequences
     ) -> Tensor:
         """The selective scan, and the gate after it.
 
         Args:
-            x, dt, z: [T, I]; dt before softplus, z before SiLU. bias, D: [I]. A: [N, I]. B, C: [T, N]. states: [N, I].
+            x, dt, z: [T, I]; dt before softplus, z before SiLU. B, C: [T, N]. fixed: of [I], A: [N, I]. states: [N, I].
 
         Returns:
             [T, I], in the dtype of x.
         """
-        steps = F.softplus(dt.float() + bias)
-        y = self.run_selective(x.float(), steps, A, B.float(), C.float(), D, states, where)
+        steps = F.softplus(dt.float() + fixed.bias)
+        y = self.run_selective(x.float(), steps, fixed.A, B.float(), C.float(), fixed.D, states, where)
         return (y * F.silu(z.float())).to(x.dtype)
 
     def delta(
-        self,
-        qkv: Tensor,
-        b: Tensor,
-        a: Tensor,
-        bias: Tensor,
-        rates: Tensor,
-        k_heads: int,
-        states: StateView,
-        where: Sequences,
+        self, qkv: Tensor, b: Tensor, a: Tensor, fixed: Fixed, k_heads: int, states: StateView, where: Sequences
     ) -> Tensor:
         """The gated delta rule.
 
         Args:
-            qkv: [T, 2 k_heads K + H V]: queries, keys, values. b: [T, H], before sigmoid. a: [T, H], before softplus. bias: [H], is
-                added to a. rates: [H], how fast each head decays; below 0. states: [H, K, V].
+            qkv: [T, 2 k_heads K + H V]: queries, keys, values. b: [T, H], before sigmoid. a: [T, H], step sizes before softplus.
+                fixed: of [H]. states: [H, K, V].
 
         Returns:
             float32 [T, H, V].
@@ -166,7 +153,7 @@ class StateOps(Module):
         q, k, v = qkv.float().split((k_heads * K, k_heads * K, heads * V), 1)
         q, k = (by_head(x.unflatten(1, (k_heads, K)), heads) for x in (q, k))
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        log_decay, beta = rates * F.softplus(a.float() + bias), b.float().sigmoid()
+        log_decay, beta = fixed.A * F.softplus(a.float() + fixed.bias), b.float().sigmoid()
         return self.run_delta(q * K**-0.5, k, v.unflatten(1, (heads, V)), log_decay, beta, states, where)
 
     def gated_norm(self, y: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minivllm.attention.state import Sequences, StateView
-from minivllm.models.ops.states import StateOps
+from minivllm.models.ops.states import Fixed, StateOps
 from minivllm_kernels.cpu.compile import Kernel, host_lanes, kernel, pack
 from minivllm_kernels.cpu.program import LAUNCHER
 
@@ -28,7 +28,9 @@ def _lanes(size: int) -> int:
     return math.gcd(host_lanes(), size)
 
 
-def _as_int(eps: float) -> int:
+@functools.cache
+def as_int(eps: float) -> int:
+    """The bits of a float32, with which a kernel is compiled."""
     return int(np.float32(eps).view(np.int32))
 
 
@@ -72,7 +74,6 @@ class NumbaCPUStateOps(StateOps):
         where: Sequences,
         gates: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """See `StateOps`."""
         place, (before, channels) = _place(states, u), states.shape
         if place is None:
             return StateOps.conv(self, u, weight, bias, states, where, gates)
@@ -83,72 +84,41 @@ class NumbaCPUStateOps(StateOps):
         _launch(which, place, where, -(-channels // STRIP), *own)
         return out
 
-    def ssd(
-        self,
-        xBC: Tensor,
-        dt: Tensor,
-        bias: Tensor,
-        limits: Tensor,
-        A: Tensor,
-        D: Tensor,
-        groups: int,
-        states: StateView,
-        where: Sequences,
-    ) -> Tensor:
-        """See `StateOps`."""
+    def ssd(self, xBC: Tensor, dt: Tensor, fixed: Fixed, groups: int, states: StateView, where: Sequences) -> Tensor:
         place, (heads, P, N) = _place(states, xBC), states.shape
         if place is None:
-            return StateOps.ssd(self, xBC, dt, bias, limits, A, D, groups, states, where)
+            return StateOps.ssd(self, xBC, dt, fixed, groups, states, where)
         out = torch.empty(len(xBC), heads, P)
         which = _kernel("ssd", P, N, BITS[xBC.dtype], _lanes(N))
-        own = [_address(xBC), *_rows(dt), *(_address(x) for x in (bias, limits, A, D, out)), groups]
+        small = (fixed.bias, fixed.limits, fixed.A, fixed.D)
+        own = [_address(xBC), *_rows(dt), *(_address(x) for x in (*small, out)), groups]
         _launch(which, place, where, heads, *own)
         return out
 
     def selective(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        bias: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        z: Tensor,
-        states: StateView,
-        where: Sequences,
+        self, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor, fixed: Fixed, states: StateView, where: Sequences
     ) -> Tensor:
-        """See `StateOps`."""
         place, (N, channels) = _place(states, x), states.shape
         if place is None:
-            return StateOps.selective(self, x, dt, bias, A, B, C, D, z, states, where)
+            return StateOps.selective(self, x, dt, B, C, z, fixed, states, where)
         out, which = torch.empty(x.shape, dtype=x.dtype), _kernel("selective", N, BITS[x.dtype], _lanes(channels))
-        own = [*(_address(v) for v in (x, dt, bias, A)), *_rows(B), *_rows(C), _address(D), *_rows(z), _address(out)]
+        own = [*(_address(v) for v in (x, dt, fixed.bias, fixed.A)), *_rows(B), *_rows(C)]
+        own += [_address(fixed.D), *_rows(z), _address(out)]
         _launch(which, place, where, -(-channels // STRIP), *own, channels)
         return out
 
     def delta(
-        self,
-        qkv: Tensor,
-        b: Tensor,
-        a: Tensor,
-        bias: Tensor,
-        rates: Tensor,
-        k_heads: int,
-        states: StateView,
-        where: Sequences,
+        self, qkv: Tensor, b: Tensor, a: Tensor, fixed: Fixed, k_heads: int, states: StateView, where: Sequences
     ) -> Tensor:
-        """See `StateOps`."""
         place, (heads, K, V) = _place(states, qkv), states.shape
         if place is None:
-            return StateOps.delta(self, qkv, b, a, bias, rates, k_heads, states, where)
+            return StateOps.delta(self, qkv, b, a, fixed, k_heads, states, where)
         out, which = torch.empty(len(qkv), heads, V), _kernel("delta", K, V, BITS[qkv.dtype], _lanes(V), _lanes(K))
-        own = [_address(qkv), b.data_ptr(), *_rows(a), *(_address(x) for x in (bias, rates, out)), k_heads]
+        own = [_address(qkv), b.data_ptr(), *_rows(a), *(_address(x) for x in (fixed.bias, fixed.A, out)), k_heads]
         _launch(which, place, where, heads, *own)
         return out
 
     def contiguous(self, x: Tensor) -> Tensor:
-        """See `StateOps`."""
         if x.dtype not in BITS or x.is_contiguous():
             return x.contiguous()
         out, size = torch.empty(x.shape, dtype=x.dtype), x.shape[1]
@@ -157,12 +127,11 @@ class NumbaCPUStateOps(StateOps):
         return out
 
     def gated_norm(self, y: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-        """See `StateOps`."""
         if z.dtype not in BITS:
             return StateOps.gated_norm(self, y, z, weight, eps, gate_first)
         tokens, groups, size = y.shape
         out, shared = torch.empty((tokens, groups * size), dtype=z.dtype), len(weight) == 1
-        which = _kernel("gated_norm", size, BITS[z.dtype], _lanes(size), int(gate_first), _as_int(eps))
+        which = _kernel("gated_norm", size, BITS[z.dtype], _lanes(size), int(gate_first), as_int(eps))
         threads, items = torch.get_num_threads(), tokens * groups
         own = [_address(y), *_rows(z), _address(weight), 0 if shared else size, _address(out), groups]
         LAUNCHER.run(which, pack(items, max(items // (4 * threads), 1), *own), threads)

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.attention.backend import AttentionBackend
-from minivllm.models.ops.base import LayerOps
+from minivllm.models.ops.base import AttentionHeads, LayerOps
 from minivllm.models.rope import Rotation, apply_rope
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -48,26 +47,17 @@ class TorchOps(LayerOps):
             torch.add(x, residual, out=out)
 
     def rope_and_cache(
-        self,
-        qkv: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        num_heads: int,
-        head_dim: int,
-        qk_norm: Callable[[Tensor], Tensor] | None,
-        rotation: Rotation | None,
-        backend: AttentionBackend,
+        self, layer: AttentionHeads, qkv: Tensor, kv_cache: Tensor, slot_mapping: Tensor, rotation: Rotation | None
     ) -> Tensor:
-        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        heads, num_heads = qkv.view(qkv.shape[0], -1, layer.head_dim), layer.num_heads
         num_kv_heads = (heads.shape[1] - num_heads) // 2
         qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
-        if qk_norm is not None:
-            qk = qk_norm(qk)
+        if layer.qk_norm is not None:
+            qk = layer.qk_norm(qk)
         if rotation is not None:
             qk = apply_rope(qk, *rotation.cos_sin)
         q, k = qk.split((num_heads, num_kv_heads), dim=1)
-        backend.write(k, v, kv_cache, slot_mapping)
+        layer.backend.write(k, v, kv_cache, slot_mapping)
         return q
 
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 # Generated from nbs/models/quantization/gptq.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ def calibrate(decoder: Decoder, read: Callable[[], None], group: int, stages: in
             (prefix, linear, linear.method)
             for i, layer in layers[len(layers) * stage // stages : len(layers) * (stage + 1) // stages]
             for prefix in (decoder.spec.names.layer.format(i),)
-            for linear in _linears(layer)
+            for linear in (*layer.mixer.linears(), *layer.mlp.linears())
             if all(f"{prefix}{part}.weight" in names for part in linear.parts)  # a router stays as it is
         ]
         for _, linear, method in watched:
@@ -113,12 +113,6 @@ def calibrate(decoder: Decoder, read: Callable[[], None], group: int, stages: in
             assert isinstance(seen, WatchedLinear)
             found |= _round(prefix, linear, seen, group)
     return found
-
-
-def _linears(layer: object) -> Iterator[Linear]:
-    for block in (getattr(layer, "mixer", None), getattr(layer, "mlp", None)):
-        if block is not None:
-            yield from block.linears()
 
 
 def _round(prefix: str, linear: Linear, seen: WatchedLinear, group: int) -> dict[str, GroupedWeight]:

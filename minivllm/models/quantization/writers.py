@@ -202,7 +202,7 @@ def tokenizer_metadata(model: LoadedModel) -> dict[str, Any]:
     file = model.path / "tokenizer.json"
     found = json.loads(file.read_text(encoding="utf-8"))
     cut = found["pre_tokenizer"]
-    names = [name for name, pre in PRE_TOKENIZERS.items() if _as_json(pre.split()) == cut]
+    names = [name for name, pre in PRE_TOKENIZERS.items() if _as_json(pre.split) == cut]
     if found["model"]["type"] != "BPE" or not names:
         raise CheckpointError(
             f"{file}: writing GGUF is implemented for byte-level BPE cut like {', '.join(PRE_TOKENIZERS)}"
@@ -252,9 +252,10 @@ def write_gguf(model: LoadedModel, file: Path, format: str) -> None:
     kinds, names = gguf.GGMLQuantizationType, _writable(model, file.parent)
     metadata, arch = gguf_metadata(model), model.hf_config["model_type"]
     writer = gguf.GGUFWriter(file, arch)
+    types = gguf.GGUFValueType
+    of = {bool: types.BOOL, int: types.UINT32, float: types.FLOAT32, str: types.STRING, list: types.ARRAY}
     for key, value in metadata.items():
-        kind, sub = _kind(value)
-        writer.add_key_value(key, value, kind, sub)
+        writer.add_key_value(key, value, of[type(value)])
     mixer: Any = model.spec.layers[0].mixer
     heads = {mixer.q: mixer.num_heads, mixer.k: mixer.num_kv_heads}
     for name, tensor in model.weights("float32"):
@@ -273,17 +274,6 @@ def write_gguf(model: LoadedModel, file: Path, format: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _kind(value: Any) -> tuple[Any, Any]:
-    import gguf
-
-    kinds = gguf.GGUFValueType
-    by_type = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
-    if isinstance(value, list):
-        inner = kinds.INT32 if isinstance(value[0], int) else kinds.STRING
-        return kinds.ARRAY, inner
-    return by_type[type(value)], None
 
 
 def _gguf_name(name: str) -> str:

@@ -15,7 +15,7 @@ ExecutorMaker = Callable[[EnginePlan, Sequence[Transform], GrammarCompiler | Non
 
 
 def _uni(plan: EnginePlan, transforms: Sequence[Transform], grammar: GrammarCompiler | None) -> Executor:
-    return UniProcExecutor(fit_memory(plan), transforms, grammar)
+    return UniProcExecutor(load_first(plan), transforms, grammar)
 
 
 def _mp(plan: EnginePlan, transforms: Sequence[Transform], grammar: GrammarCompiler | None) -> Executor:
@@ -59,6 +59,16 @@ def register_executor(name: str, make: ExecutorMaker) -> None:
     if name in _EXECUTORS:
         raise ValueError(f"executor {name!r} exists already")
     _EXECUTORS[name] = make
+
+
+def load_first(plan: EnginePlan) -> EnginePlan:
+    """The plan with its model loaded, if the executor will run it in this process; else as it came.
+
+    The weights still move to huge pages then, which takes about as long as to read a tokenizer.
+    """
+    if plan.config.args.executor != "uni" or plan.decoder is not None:
+        return plan
+    return fit_memory(plan)
 
 
 def make_executor(

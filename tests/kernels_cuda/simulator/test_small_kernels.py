@@ -291,6 +291,7 @@ MMA_CASES = [  # features, rows, size, (rows built for, split, gated)
     (136, 11, 70, (16, 1, False)),
     (512, 16, 10, (16, 8, True)),
     (1096, 9, 4, (16, 2, False)),
+    (2056, 2, 18, (8, 16, False)),
 ]
 
 
@@ -337,10 +338,20 @@ def test_gemv_kernels_that_there_are_not():
 def test_the_choice_of_a_gemv_reaches_every_output_and_fills_the_card(rows, gated):
     for size in (24, 1024, 4096, 6144, 151936):
         chosen = gemv.choose_gemv("float16", 64, size, rows, 132, gated=gated)
-        warps, most = chosen.blocks * chosen.kernel.threads // 32, 4 if rows == 1 else 8
-        tasks = size // (4 if gated else 2) if rows == 1 else -(-size // 16)
-        assert warps % tasks < most and most // 2 <= warps // tasks <= most
+        warps, splits = chosen.blocks * chosen.kernel.threads // 32, (2, 4) if rows == 1 else (4, 8, 16)
+        tasks, most = size // (4 if gated else 2) if rows == 1 else -(-size // 16), splits[-1]
+        assert warps % tasks < most and warps // tasks in splits
         assert warps >= 132 * (16 if rows == 1 else 6) or warps // tasks == most
+
+
+@pytest.mark.parametrize(
+    "features, size, split",
+    [(2048, 1024, 16), (2048, 2048, 8), (1024, 4096, 4), (4096, 4096, 8), (4096, 6144, 4)],
+)
+def test_more_warps_share_long_rows_of_few_outputs(features, size, split):
+    for rows in (2, 16):  # the same number, so that a row has the same bits in any company
+        name = gemv.choose_gemv("bfloat16", features, size, rows, 132).kernel.name
+        assert name == f"mma_gemv_bfloat16_k{features}_r{8 if rows == 2 else 16}_s{split}"
 
 
 @pytest.mark.parametrize("features, split", [(4096, 2), (8192, 2), (14336, 4)])
