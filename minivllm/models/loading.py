@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import mmap
@@ -448,31 +447,18 @@ def load_model(
     )
 
 
-_FORMATS = {
-    "gptq": "formats",
-    "awq": "formats",
-    "compressed-tensors": "compressed",
-    "fp8": "compressed",
-    "gguf": "blocks",
-    "bitsandbytes": "codes",
-    "mxfp4": "codes",
-}
-"""Which module of `models.quantization` has the format of a `quant_method`; a plugin registers others."""
-
-
 def checkpoint_format(config: dict[str, Any]) -> Format:
     """The format that a `quantization_config` describes.
 
     Raises:
         ValueError: a method or a setting that is not implemented; names it.
     """
+    from minivllm.models.quantization import blocks, codes, compressed  # noqa: F401 - importing them registers their formats
     from minivllm.models.quantization.formats import FORMATS
 
     method = config.get("quant_method")
-    if method in _FORMATS:
-        importlib.import_module(f"minivllm.models.quantization.{_FORMATS[method]}")
     if method not in FORMATS:
-        known = ", ".join({**_FORMATS, **FORMATS})
+        known = ", ".join(FORMATS)
         raise ValueError(f"quantization_config: quant_method={method!r} is not implemented; implemented: {known}")
     return FORMATS[method](config)
 

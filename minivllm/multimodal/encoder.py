@@ -100,8 +100,7 @@ class TowerEncoder:
         mask = torch.zeros(1, 1, 1, len(padding), dtype=input_features.dtype, device=self.device)
         mask[..., padding] = torch.finfo(mask.dtype).min
         hidden = tower.audio_tower(input_features, attention_mask=mask).last_hidden_state
-        rows: Tensor = tower.multi_modal_projector(hidden)[0, : int(count)]
-        return rows
+        return tower.multi_modal_projector(hidden)[0, : int(count)]
 
 
 def load_encoder(model: LoadedModel, spec: MediaSpec, dtype: torch.dtype, device: torch.device) -> TowerEncoder:

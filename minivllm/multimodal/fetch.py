@@ -3,7 +3,6 @@
 # Generated from nbs/multimodal/fetch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import base64
-import binascii
 import http.client
 import ipaddress
 import socket
@@ -81,7 +80,7 @@ class MediaConnector:
             raise MediaError(f"the picture has more than {self.max_bytes:,} bytes")
         try:
             return base64.b64decode(unquote(body), validate=True)
-        except (binascii.Error, ValueError) as error:
+        except ValueError as error:
             raise MediaError(f"the data: URL is not base64: {error}") from None
 
     def _file(self, url: str) -> bytes:

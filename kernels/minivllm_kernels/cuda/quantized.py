@@ -681,12 +681,17 @@ def shared_limit(cc: tuple[int, int]) -> int:
 def choose_tiling(format: Format, outputs: int, rows: int, multiprocessors: int, cc: tuple[int, int]) -> Tiling:
     """How a matmul of up to 16 rows is dealt out, so that the blocks of a multiprocessor have enough shared memory.
 
-    Where that of 9.0 is enough, it is the best that was measured there.
+    Where that of 9.0 is enough, it is the best that was measured there, of those that need no more registers than there are.
     """
-    tiles, least = -(-outputs // 32) * 2, Tiling(2, 8, 4, 2)
-    best = Tiling(2, 16, 4, 1) if tiles <= 2 * multiprocessors else least
-    if tiles > 4 * multiprocessors and rows <= 8 and not (format.zeros and format.groups == 1):
-        best = Tiling(3, 8, 4, 2)  # with zero points for each output it needs too many registers
+    tiles, least, int4 = -(-outputs // 32) * 2, Tiling(2, 8, 4, 2), format.kind == "int4"
+    if tiles <= 2 * multiprocessors:
+        best = Tiling(2, 16, 4, 1)
+    elif tiles <= 3 * multiprocessors:
+        best = Tiling(3, 8 if int4 else 16, 4, 1)
+    else:
+        sizes = (3, 2) if not int4 else (4, 3, 2) if rows <= 8 and format.scale_words == 1 else (2,)
+        # as few tiles as can be for the block that has most
+        best = Tiling(min(sizes, key=lambda size: -(-tiles // (2 * multiprocessors * size)) * size), 8, 4, 2)
     room, reserved = shared_limit(cc) + 1024, 1024  # the hardware keeps so much for itself with each block
     for tiling in (best, least, Tiling(2, 16, 4, 1)):
         if tiling.blocks * (Plan(format, 8 if rows <= 8 else 16, tiling).shared_bytes + reserved) <= room:

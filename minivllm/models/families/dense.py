@@ -308,7 +308,7 @@ def gpt2(r: ConfigReader) -> DecoderSpec:
         num_attention_heads="n_head",
         max_position_embeddings="n_positions",
     )
-    hidden, inner = r.need("hidden_size"), r.get("n_inner") or 4 * r.need("hidden_size")
+    inner = r.get("n_inner") or 4 * r.need("hidden_size")
     scale = None if r.get("scale_attn_weights", True) else 1.0
     r.get("n_ctx")  # the same as n_positions, in old files
     attention = read_attention(
@@ -319,7 +319,7 @@ def gpt2(r: ConfigReader) -> DecoderSpec:
     layer = LayerSpec(mixer=attention, mlp=mlp, mixer_norm="ln_1", mlp_norm="ln_2")
     names = {"embedding": "wte.weight", "final_norm": "ln_f.weight", "layer": "h.{}.", "positions": "wpe.weight"}
     return DecoderSpec(
-        **read_layer_norm(r, "layer_norm_epsilon", tied=True) | {"hidden_size": hidden},
+        **read_layer_norm(r, "layer_norm_epsilon", tied=True),
         layers=(layer,) * r.need("num_hidden_layers"),
         names=WeightNames(**{key: f"transformer.{name}" for key, name in names.items()}, prefix="transformer."),
         unpack=sideways("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")

@@ -95,10 +95,9 @@ def mixtral(r: ConfigReader) -> DecoderSpec:
     names: dict[str, Any] = {part: f"block_sparse_moe.experts.{{}}.{name}" for part, name in weights.items()}
     attention = read_attention(r, num_kv_heads=8, theta=1e6, sliding_window=r.get("sliding_window"))
     layer = LayerSpec(mixer=attention, mlp=replace(moe, expert=replace(moe.expert, **names)))
-    common = read_common(r) | {"norm_eps": r.get("rms_norm_eps", 1e-5)}
     gate = Unpack("mlp.gate.weight", lambda tensor: {"block_sparse_moe.gate.weight": tensor})
     unpack = (gate, *stacked_experts("mlp.experts", names))
-    return DecoderSpec(**common, layers=(layer,) * r.need("num_hidden_layers"), unpack=unpack)
+    return DecoderSpec(**read_common(r, eps=1e-5), layers=(layer,) * r.need("num_hidden_layers"), unpack=unpack)
 
 
 def qwen_mlps(r: ConfigReader, moe: MoESpec) -> list[MixerSpec]:
@@ -142,9 +141,8 @@ def olmoe(r: ConfigReader) -> DecoderSpec:
     moe = read_experts(r, 64, r.get("intermediate_size", 2048), router)
     bias = r.get("attention_bias", False)
     attention = read_attention(r, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_over_projection=True)
-    common = read_common(r) | {"norm_eps": r.get("rms_norm_eps", 1e-5)}
     layers = (LayerSpec(mixer=attention, mlp=moe),) * r.need("num_hidden_layers")
-    return DecoderSpec(**common, layers=layers, unpack=STACKED)
+    return DecoderSpec(**read_common(r, eps=1e-5), layers=layers, unpack=STACKED)
 
 
 def read_granite_experts(r: ConfigReader, size: int, **fields: Any) -> MoESpec:

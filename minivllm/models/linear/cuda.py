@@ -58,8 +58,7 @@ class FewRowsLinear(TorchLinear):
     def apply(self, x: Tensor) -> Tensor:
         if not self.takes(x):
             return super().apply(x)
-        out: Tensor = cuda_kernels().gemv(x, self.weights["weight"])
-        return out
+        return cuda_kernels().gemv(x, self.weights["weight"])
 
 
 TILE = 32
@@ -190,8 +189,7 @@ class CUDAPackedWeight(RepackedWeight):
         if self.order is not None:
             x = (x if self.inputs is None else F.pad(x, (0, 1))).index_select(1, self.order)
         if 0 < x.shape[0] <= MOST_ROWS:
-            few: Tensor = ops.quantized_gemv(x, self.format, self.words, self.scales, outputs)
-            return few
+            return ops.quantized_gemv(x, self.format, self.words, self.scales, outputs)
         out, each = [], max(AT_ONCE // self.format.features // TILE, 1) * TILE
         for first in range(0, outputs, each):
             size = min(each, outputs - first)

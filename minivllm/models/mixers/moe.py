@@ -282,8 +282,7 @@ class MoE(Mixer):
         if grouped := self._grouped_linears():
             ends = counts.cumsum(0, dtype=torch.int32)
             gate_up, down = (partial(linear, ends=ends) for linear in grouped)
-            out: Tensor = self.experts[0].compute(x, gate_up, down)
-            return out
+            return self.experts[0].compute(x, gate_up, down)
         segments = zip(self.experts, x.split(counts.tolist()), strict=True)
         return torch.cat([x[:0], *(expert(rows) for expert, rows in segments if len(rows))])
 

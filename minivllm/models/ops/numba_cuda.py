@@ -39,7 +39,7 @@ class NumbaCudaOps(TorchOps):
         known = known and type(backend).write is NumbaCudaBackend.write  # the kernel writes to the cache in its place
         if not known or rotation is None or rotation.rope.spec.dim != layer.head_dim or rotation.positions.dim() > 1:
             return TorchOps.rope_and_cache(self, layer, qkv, kv_cache, slot_mapping, rotation)
-        q: Tensor = cuda_kernels().rope_and_cache(
+        return cuda_kernels().rope_and_cache(
             qkv,
             kv_cache,
             rotation.rope.table,
@@ -52,7 +52,6 @@ class NumbaCudaOps(TorchOps):
             k_scale=backend.scales.k,
             v_scale=backend.scales.v,
         )
-        return q
 
     def gated_linear(self, x: Tensor, gate_up: Callable[[Tensor], Tensor], activation: str) -> Tensor:
         """See `LayerOps`. For few rows the kernel of the matmul ends in `silu(gate) * up` itself."""
@@ -60,10 +59,8 @@ class NumbaCudaOps(TorchOps):
             return TorchOps.gated_linear(self, x, gate_up, activation)
         method = gate_up.method if type(gate_up) is Linear else None
         if type(method) is FewRowsLinear and method.takes(x) and method.weight.shape[0] % 16 == 0:
-            gated: Tensor = cuda_kernels().gemv(x, method.weight, gated=True)
-            return gated
+            return cuda_kernels().gemv(x, method.weight, gated=True)
         both = gate_up(x)
         if both.shape[1] % 16:
             return TorchOps.gated_linear(self, both, lambda both: both, activation)
-        out: Tensor = cuda_kernels().silu_mul(both)
-        return out
+        return cuda_kernels().silu_mul(both)

@@ -21,5 +21,4 @@ def make_layer_ops(name: str, batch_invariant: bool = False) -> LayerOps:
     """
     if name not in _OPS:
         raise ValueError(f"no layer ops {name!r}; known: {', '.join(_OPS)}")
-    ops: LayerOps = resolve_name(_OPS[name])(batch_invariant)
-    return ops
+    return resolve_name(_OPS[name])(batch_invariant)

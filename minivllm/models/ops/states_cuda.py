@@ -26,8 +26,7 @@ class NumbaCudaStateOps(StateOps):
         if states.place is None:
             return StateOps.run_conv(self, x, weight, bias, states, where)
         bias = torch.zeros(x.shape[1], device=x.device) if bias is None else bias
-        out: Tensor = cuda_kernels().conv(x, weight, bias, *_cache(states, where))
-        return out
+        return cuda_kernels().conv(x, weight, bias, *_cache(states, where))
 
     def run_ssd(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, states: StateView, where: Sequences
@@ -35,21 +34,18 @@ class NumbaCudaStateOps(StateOps):
         """See `StateOps`. A piece of a prompt is worked through in chunks."""
         if states.place is None or not cuda_kernels().takes_ssd(*states.shape[1:]):
             return StateOps.run_ssd(self, x, dt, A, B, C, D, states, where)
-        out: Tensor = cuda_kernels().ssd(x, dt, A, B, C, D, *_cache(states, where), in_chunks=not where.single)
-        return out
+        return cuda_kernels().ssd(x, dt, A, B, C, D, *_cache(states, where), in_chunks=not where.single)
 
     def run_selective(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, states: StateView, where: Sequences
     ) -> Tensor:
         if states.place is None:
             return StateOps.run_selective(self, x, dt, A, B, C, D, states, where)
-        out: Tensor = cuda_kernels().selective(x, dt, A, B, C, D, *_cache(states, where))
-        return out
+        return cuda_kernels().selective(x, dt, A, B, C, D, *_cache(states, where))
 
     def run_delta(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: StateView, where: Sequences
     ) -> Tensor:
         if states.place is None or v.shape[2] > 1024:
             return StateOps.run_delta(self, q, k, v, decay, beta, states, where)
-        out: Tensor = cuda_kernels().delta(q, k, v, decay, beta, *_cache(states, where))
-        return out
+        return cuda_kernels().delta(q, k, v, decay, beta, *_cache(states, where))

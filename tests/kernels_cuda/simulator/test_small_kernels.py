@@ -416,6 +416,18 @@ def test_the_blocks_of_the_chosen_tiling_fit_a_multiprocessor(cc, most):
                 assert blocks == 1 or -(-groups // (blocks - 1)) > most_tiles
 
 
+@pytest.mark.parametrize(
+    "kind, rows, tiles", [("int4", 8, (2, 3, 4, 3, 4)), ("int4", 16, (2, 3, 2, 2, 2)), ("fp8", 16, (2, 3, 2, 3, 2))]
+)
+def test_no_block_has_many_more_outputs_than_others(kind, rows, tiles):
+    format = quantized.Format(kind, "bfloat16", 4096, 128, "bfloat16")
+    for outputs, most in zip((4096, 6144, 14336, 24576, 28672), tiles):
+        tiling = quantized.choose_tiling(format, outputs, rows, 132, (9, 0))
+        turns = -(-outputs // (16 * tiling.tiles * tiling.grid(outputs, 132)))
+        ideal = outputs / 16 / (132 * tiling.blocks)
+        assert tiling.tiles == most and turns * most <= 1.2 * ideal
+
+
 @pytest.mark.parametrize("name", ["int4 with zero points", "int4 in groups of 32", "int8", "fp8 in blocks"])
 def test_dequantize(name):
     weight = random_weight(name, 40)
