@@ -112,7 +112,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineDeadError):
         return ApiError(503, text, code="engine_dead")
     if isinstance(error, InvalidParameter):
-        return ApiError(400, text, param=error.parameter, code=_code(text))
+        name = error.parameter.replace("extra_args", "vllm_xargs")  # what requests call it
+        return ApiError(400, text.replace(error.parameter, name, 1), param=name, code=_code(text))
     if isinstance(error, GrammarError):
         return ApiError(400, f"what the answer must look like: {text}", code="invalid_grammar")
     if isinstance(error, ValidationError):

@@ -47,6 +47,8 @@ def error_of(response: httpx.Response, status: int) -> dict:
         (COMPLETE, {**PROMPT, "structured_outputs": {"jsn": {}}}, None, "jsn"),
         (COMPLETE, {**PROMPT, "structured_outputs": {"regex": "(["}}, None, "must look like"),
         (CHAT, {**HELLO, "response_format": BAD_SCHEMA, "stream": True}, None, "must look like"),
+        (COMPLETE, {**PROMPT, "vllm_xargs": {"nope": 1}}, "vllm_xargs", "vllm_xargs must be a dict whose keys are"),
+        (CHAT, {**HELLO, "vllm_xargs": {"typical": 5}}, "vllm_xargs['typical']", "vllm_xargs['typical'] must be"),
         (COMPLETE, {**PROMPT, "request_id": "a b"}, "request_id", "pattern"),
         (CHAT, {**HELLO, "tool_choice": "required"}, "tool_choice", "needs tools"),
         (CHAT, {**HELLO, "verbosity": "low"}, "verbosity", "not supported"),
