@@ -2,8 +2,6 @@
 
 # Generated from nbs/commands/trace_view.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import webbrowser

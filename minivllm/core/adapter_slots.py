@@ -2,8 +2,6 @@
 
 # Generated from nbs/core/adapter_slots.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Collection
 

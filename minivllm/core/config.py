@@ -929,10 +929,8 @@ def _choose_num_blocks(
         room = int(machine.free_memory_bytes * args.gpu_memory_utilization / 2) - model.weight_bytes
         why = f"half of gpu_memory_utilization={args.gpu_memory_utilization:g} of the free memory, less the weights"
         if room > _CPU_KV_CACHE_BYTES:
-            room, why = (
-                _CPU_KV_CACHE_BYTES,
-                "4 GiB, the most that is taken on a CPU unless kv_cache_memory_bytes says otherwise",
-            )
+            room = _CPU_KV_CACHE_BYTES
+            why = "4 GiB, the most that is taken on a CPU unless kv_cache_memory_bytes says otherwise"
     else:
         room = int(machine.total_memory_bytes * args.gpu_memory_utilization) - model.weight_bytes
         room -= machine.total_memory_bytes - machine.free_memory_bytes

@@ -62,16 +62,8 @@ class MultiModalFeatureSpec:
 
     def to_tuple(self) -> tuple[Any, ...]:
         """For a trace: plain values, without the data."""
-        place = self.mm_position
-        return (
-            self.identifier,
-            self.modality,
-            self.whole,
-            place.offset,
-            place.length,
-            place.is_embed,
-            *(self.grid or ()),
-        )
+        place = self.mm_position.offset, self.mm_position.length, self.mm_position.is_embed
+        return (self.identifier, self.modality, self.whole, *place, *(self.grid or ()))
 
     @staticmethod
     def from_tuple(values: tuple[Any, ...]) -> MultiModalFeatureSpec:

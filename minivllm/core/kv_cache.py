@@ -2,8 +2,6 @@
 
 # Generated from nbs/core/kv_cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from functools import partial

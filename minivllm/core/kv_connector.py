@@ -2,8 +2,6 @@
 
 # Generated from nbs/core/kv_connector.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -430,21 +428,10 @@ def namespace_of(config: EngineConfig) -> str:
     args, path = config.args, Path(config.model.path)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     found = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-    how = (
-        args.load_format,
-        args.seed if args.load_format == "dummy" else 0,
-        args.quantization,
-        args.quantization_config,
-        args.hf_overrides,
-    )
-    layout = (
-        config.dtype,
-        args.kv_cache_dtype,
-        config.attention_backend,
-        args.tensor_parallel_size,
-        args.pipeline_parallel_size,
-        args.enable_expert_parallel,
-    )
+    seed = args.seed if args.load_format == "dummy" else 0
+    how = (args.load_format, seed, args.quantization, args.quantization_config, args.hf_overrides)
+    ranks = (args.tensor_parallel_size, args.pipeline_parallel_size, args.enable_expert_parallel)
+    layout = (config.dtype, args.kv_cache_dtype, config.attention_backend, *ranks)
     groups = [(repr(group.spec), group.layers) for group in config.kv_cache.groups]
     return sha256(json.dumps([found, how, layout, groups], default=repr).encode()).hexdigest()[:24]
 

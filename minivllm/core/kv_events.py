@@ -2,12 +2,10 @@
 
 # Generated from nbs/core/kv_events.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from itertools import compress
+from itertools import compress, groupby
 from typing import Any
 
 from minivllm.core.config import KVCacheSpec
@@ -115,14 +113,9 @@ def event_from_wire(wire: Any) -> KVEvent:
 
 def _runs(positions: tuple[int, ...], hashes: tuple[bytes, ...]) -> Iterable[list[tuple[int, bytes]]]:
     """Positions and hashes, cut where positions are not consecutive."""
-    run: list[tuple[int, bytes]] = []
-    for position, name in zip(positions, hashes, strict=True):
-        if run and position != run[-1][0] + 1:
-            yield run
-            run = []
-        run.append((position, name))
-    if run:
-        yield run
+    numbered = enumerate(zip(positions, hashes, strict=True))
+    for _, run in groupby(numbered, key=lambda item: item[1][0] - item[0]):
+        yield [pair for _, pair in run]
 
 
 def _stored(request: Request, run: list[tuple[int, bytes]], group: int, spec: KVCacheSpec) -> BlockStored:

@@ -2,8 +2,6 @@
 
 # Generated from nbs/core/policy.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import ctypes
 import math
 import threading

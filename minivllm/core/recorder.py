@@ -2,8 +2,6 @@
 
 # Generated from nbs/core/recorder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any

@@ -2,8 +2,6 @@
 
 # Generated from nbs/core/request.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from enum import Enum, IntEnum
 from typing import Any

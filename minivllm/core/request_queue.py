@@ -2,8 +2,6 @@
 
 # Generated from nbs/core/request_queue.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterator

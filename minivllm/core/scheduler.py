@@ -2,8 +2,6 @@
 
 # Generated from nbs/core/scheduler.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -2,8 +2,6 @@
 
 # Generated from nbs/core/trace_files.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

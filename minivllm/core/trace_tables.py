@@ -113,14 +113,18 @@ class RequestTable(EventReader):
 
 _STEP = ["step", "start", "end", "num_tokens", "num_prefill_tokens", "num_decodes", "num_running", "num_waiting",
          "used_blocks", "cached_blocks", "free_blocks", "num_preempted", "num_finished"]  # fmt: skip
-_BLOCK = ["step", "time", "event", "block_id", "request_id", "group", "position", "hash"]
-_TOKEN = ["request_id", "position", "token_id", "step", "time"]
-_SPEC_DECODE = ["request_id", "step", "position", "place", "token_id", "outcome", "target_prob", "draft_prob",
-                "sampled_instead", "residual_prob"]  # fmt: skip
-_MEDIA = ["request_id", "modality", "first", "end", "num_embeds", "identifier", "encoded"]
-_EXPERT = ["step", "layer", "expert", "num_tokens"]
-_ROUTE = ["time", "request_id", "replica", "chosen", "num_requests", "num_tokens", "score", "reason"]
-_DECISION = ["step", "request_id", "decision", "num_tokens", "wanted", "reason"]
+_TABLES: dict[str, tuple[str, dict[str, Any]]] = {  # columns, and dtypes where a column may lack values
+    "blocks": ("step time event block_id request_id group position hash", {"group": "Int64", "position": "Int64"}),
+    "tokens": ("request_id position token_id step time", {}),
+    "decisions": ("step request_id decision num_tokens wanted reason", {"num_tokens": "Int64", "wanted": "Int64"}),
+    "routes": ("time request_id replica chosen num_requests num_tokens score reason", {"score": float}),
+    "media": ("request_id modality first end num_embeds identifier encoded", {"encoded": "Int64"}),
+    "experts": ("step layer expert num_tokens", {}),
+    "spec_decode": (
+        "request_id step position place token_id outcome target_prob draft_prob sampled_instead residual_prob",
+        {"sampled_instead": "Int64", "target_prob": float, "draft_prob": float, "residual_prob": float},
+    ),
+}
 
 
 class _Collector(FoldReader):
@@ -129,13 +133,10 @@ class _Collector(FoldReader):
     def begin(self) -> None:
         self.number, self.time = -1, 0.0
         self.steps: list[dict[str, Any]] = []
-        self.blocks: list[tuple[Any, ...]] = []
-        self.tokens: list[tuple[Any, ...]] = []
-        self.decisions: list[tuple[Any, ...]] = []
-        self.routes: list[tuple[Any, ...]] = []
-        self.drafts: list[tuple[Any, ...]] = []
-        self.experts: list[tuple[int, ...]] = []
-        self.media: list[list[Any]] = []
+        self.rows: dict[str, list[Any]] = {name: [] for name in _TABLES}
+        self.blocks, self.tokens, self.decisions, self.routes, self.media, self.experts, self.drafts = (
+            self.rows.values()
+        )
 
     def end_step(self) -> None:
         state, free, cached = self.fold.now, len(self.fold.free_blocks), self.fold.num_cached_free
@@ -276,18 +277,7 @@ def tables(trace: Recording) -> dict[str, pd.DataFrame]:
     steps = pd.DataFrame(collector.steps, columns=_STEP)
     steps["end"] = steps["end"].astype(float)
     steps.insert(3, "duration", steps["end"] - steps["start"])
-    blocks = pd.DataFrame(collector.blocks, columns=_BLOCK)
-    decisions = pd.DataFrame(collector.decisions, columns=_DECISION)
-    return {
-        "steps": steps,
-        "requests": RequestTable.of(trace).to_pandas(),
-        "blocks": blocks.astype({"group": "Int64", "position": "Int64"}),
-        "tokens": pd.DataFrame(collector.tokens, columns=_TOKEN),
-        "decisions": decisions.astype({"num_tokens": "Int64", "wanted": "Int64"}),
-        "routes": pd.DataFrame(collector.routes, columns=_ROUTE).astype({"score": float}),
-        "media": pd.DataFrame(collector.media, columns=_MEDIA).astype({"encoded": "Int64"}),
-        "experts": pd.DataFrame(collector.experts, columns=_EXPERT),
-        "spec_decode": pd.DataFrame(collector.drafts, columns=_SPEC_DECODE).astype(
-            {"sampled_instead": "Int64", "target_prob": float, "draft_prob": float, "residual_prob": float}
-        ),
-    }
+    found = {"steps": steps, "requests": RequestTable.of(trace).to_pandas()}
+    for name, (columns, dtypes) in _TABLES.items():
+        found[name] = pd.DataFrame(collector.rows[name], columns=columns.split()).astype(dtypes)
+    return found

@@ -180,12 +180,8 @@ class ModelShape:
 
     def weights_read(self, tokens: int) -> float:
         """Those that some of this many tokens are multiplied with, if all experts are equally likely."""
-        share = self.experts_per_token / max(1, self.num_experts)
-        return (
-            self._weights(max(1, self.num_experts) * (1 - (1 - share) ** tokens))
-            if self.num_experts
-            else self.layer_weights
-        )
+        experts = max(1, self.num_experts)
+        return self._weights(experts * (1 - (1 - self.experts_per_token / experts) ** tokens))
 
     def _weights(self, experts: float) -> float:
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
@@ -295,14 +291,14 @@ class Roofline(CostModel):
         return KVCacheConfig(max(2, int(room / block)), size, groups)
 
 
-def known(value: Any, table: dict[str, Any], what: str) -> Any:
-    """A value, or what a table has under its name. Raises ValueError for a name that is not there; says which is near."""
+def known(value: Any, table: dict[str, Any], what: str, error: type[Exception] = ValueError) -> Any:
+    """A value, or what a table has under its name. Raises `error` for a name that is not there; says which is near."""
     if not isinstance(value, str):
         return value
     if value not in table:
         near = get_close_matches(value, table, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(table)}"
-        raise ValueError(f"unknown {what} {value!r}; {hint}")
+        raise error(f"unknown {what} {value!r}; {hint}")
     return table[value]
 
 

@@ -2,8 +2,6 @@
 
 # Generated from nbs/lab/executor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Protocol

@@ -2,8 +2,6 @@
 
 # Generated from nbs/lab/history.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +16,7 @@ from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import Preemption, Scheduler
 from minivllm.core.trace import Trace
 from minivllm.lab.cost import CostModel
+from minivllm.lab.executor import FakeExecutor
 from minivllm.lab.simulation import Run, Session, kv_cache_of, make_settings, policy_of, preemption_of, trace_of
 from minivllm.lab.workload import recorded_requests
 
@@ -190,7 +189,8 @@ class History:
         made = make_settings(None, trace.header.settings)
         self.settings = replace(made, kv_cache=kv_cache or kv_cache_of(trace))
         policy, preemption = policy or policy_of(trace), preemption or preemption_of(trace)
-        self.session = Session(self.settings, policy, cost_model or _Recorded(), preemption=preemption)
+        fake = FakeExecutor(self.settings.cache.block_size)
+        self.session = Session(self.settings, policy, cost_model, executor=fake, preemption=preemption)
         restore(self.session.scheduler, trace.start)
         self.steps, self.after = recorded_steps(trace)
         self.requests = (recorded.request for recorded in recorded_requests(trace))
@@ -233,13 +233,6 @@ class History:
         result.draft_token_ids = {name: list(tokens) for name, tokens in step.drafts.items()}
         session.clock.advance_to(step.end)
         scheduler.update_from_output(output, result)
-
-
-class _Recorded(CostModel):
-    """Stands where no cost is asked for, because the clock is the recording's."""
-
-    def seconds(self, output: Any, work: Any) -> float:
-        raise AssertionError("a replay takes its times from the recording")
 
 
 def replay(

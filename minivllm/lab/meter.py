@@ -2,8 +2,6 @@
 
 # Generated from nbs/lab/meter.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

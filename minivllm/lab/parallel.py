@@ -2,8 +2,6 @@
 
 # Generated from nbs/lab/parallel.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from minivllm.core.config import rank_heads

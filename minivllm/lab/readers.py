@@ -2,8 +2,6 @@
 
 # Generated from nbs/lab/readers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from minivllm.core.policy import POLICIES, Combined, Policy, combine
 from minivllm.core.request import FinishReason
 from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
 from minivllm.core.trace import Event, Trace
-from minivllm.lab.cost import CostModel, Roofline, Speculative
+from minivllm.lab.cost import CostModel, Roofline, Speculative, known
 from minivllm.lab.executor import DraftingExecutor, Executor, FakeExecutor
 from minivllm.lab.meter import Meter
 from minivllm.lab.workload import Workload, WorkloadRequest
@@ -71,10 +70,7 @@ def make_settings(
             f"config must be an EngineConfig (llm.config) or a dict of settings, got {type(config).__name__}"
         )
     for name in config or {}:
-        if name not in _SCHEDULER | _CACHE:
-            near = get_close_matches(name, _SCHEDULER | _CACHE, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(_SCHEDULER | _CACHE))}"
-            raise TypeError(f"unknown setting {name!r}; {hint}")
+        known(str(name), dict.fromkeys(sorted(_SCHEDULER | _CACHE)), "setting", TypeError)
     values = {**(_DEFAULTS if base is None else base), **(config or {})}
     cache = {name: value for name, value in values.items() if name in _CACHE}
     if "num_gpu_blocks" not in cache and cost_model is not None:
@@ -218,24 +214,20 @@ class Session:
         """Let requests arrive at their times. They are pulled one at a time, and must be in order of arrival."""
         stream, last = iter(requests), -1.0
 
-        def pull() -> None:
+        def arrive(request: WorkloadRequest | None) -> None:
             nonlocal last
-            request = next(stream, None)
-            if request is None:
-                return
-            if request.arrival_time < last:
-                raise ValueError(
-                    f"request {request.request_id!r} arrives at {request.arrival_time} s, before the one in front of it ({last} s);"
-                    " sort them with Workload.of(...)"
-                )
-            last = request.arrival_time
-            self.at(request.arrival_time, lambda: arrive(request))
+            if (after := next(stream, None)) is not None:
+                if after.arrival_time < last:
+                    raise ValueError(
+                        f"request {after.request_id!r} arrives at {after.arrival_time} s, before the one in front of it ({last} s);"
+                        " sort them with Workload.of(...)"
+                    )
+                last = after.arrival_time
+                self.at(last, lambda: arrive(after))
+            if request is not None:
+                self.add(request)
 
-        def arrive(request: WorkloadRequest) -> None:
-            pull()
-            self.add(request)
-
-        pull()
+        arrive(None)
 
     def run(self) -> None:
         """Step until no request is left and none is expected."""

@@ -340,10 +340,6 @@ def _as_count(value: Any) -> Any:
     return {True: 1, False: None}[value] if isinstance(value, bool) else _plain(value)
 
 
-def _as_bias(value: Any) -> Any:
-    return {_plain(token): _plain(bias) for token, bias in value.items()} if isinstance(value, dict) else value
-
-
 def _as_temperature(value: Any) -> Any:
     """vLLM's rule: a temperature so low that logits divided by it might overflow is raised."""
     if not _is_real(value) or not 0 < value < MIN_TEMPERATURE:
@@ -364,7 +360,7 @@ def _plain(value: Any) -> Any:
 
 _NORMALISE: dict[str, Callable[[Any], Any]] = {
     "temperature": _as_temperature,
-    "logit_bias": _as_bias,
+    "logit_bias": lambda value: {_plain(k): _plain(v) for k, v in value.items()} if isinstance(value, dict) else value,
     "top_k": lambda value: 0 if _is_int(value) and value == -1 else _plain(value),
     "seed": lambda value: None if _is_int(value) and value == -1 else _plain(value),
     "stop": _as_list,

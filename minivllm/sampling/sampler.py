@@ -296,11 +296,8 @@ class PendingSample:
 
     def finish(self) -> SamplerOutput:
         """Wait for the tokens. From a GPU they, and reports, are all that is waited for."""
-        token_ids, errors, ids = (
-            self.token_ids if self.copy is None else self.copy.wait(),
-            self.errors,
-            self.request_ids,
-        )
+        errors, ids = self.errors, self.request_ids
+        token_ids = self.token_ids if self.copy is None else self.copy.wait()
         if int(token_ids.min()) < 0:
             for i in torch.nonzero(token_ids < 0)[:, 0].tolist():
                 errors.setdefault(ids[i], "no token can be drawn: every logit is -inf, or one is nan or +inf")
@@ -322,10 +319,5 @@ def _texts(ids: list[int], tokenizer: Any) -> list[Any]:
 def _snapshot(stage: str, row: Tensor, tokenizer: Any, top: int) -> dict[str, Any]:
     kept = int((row > -torch.inf).sum())
     best = torch.softmax(row, -1).topk(min(top, kept))
-    probabilities = [round(p, 4) for p in best.values.tolist()]
-    return {
-        "stage": stage,
-        "kept": kept,
-        "tokens": _texts(best.indices.tolist(), tokenizer),
-        "probabilities": probabilities,
-    }
+    tokens, probabilities = _texts(best.indices.tolist(), tokenizer), [round(p, 4) for p in best.values.tolist()]
+    return {"stage": stage, "kept": kept, "tokens": tokens, "probabilities": probabilities}

@@ -324,11 +324,8 @@ def _prepare_penalties(batch: SamplingBatch) -> tuple[Tensor, np.ndarray, list[T
         return None
     slots = np.array([batch.state.counts.slot[row] for row in batch.rows[rows].tolist()])
     names = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-    return (
-        torch.from_numpy(rows).to(batch.device, non_blocking=True),
-        slots,
-        [batch.tensor(name, rows) for name in names],
-    )
+    there = torch.from_numpy(rows).to(batch.device, non_blocking=True)
+    return there, slots, [batch.tensor(name, rows) for name in names]
 
 
 def _apply_penalties(logits: Tensor, data: tuple[Tensor, np.ndarray, list[Tensor]], batch: SamplingBatch) -> Tensor:

@@ -2,8 +2,6 @@
 
 # Generated from nbs/viz/assets.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -2,13 +2,10 @@
 
 # Generated from nbs/viz/monitor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 import threading
 import time
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Callable
-from itertools import takewhile
 from typing import Any, NamedTuple, Self
 
 
@@ -38,16 +35,8 @@ class Sample(NamedTuple):
     preemptions: int
 
 
-class _Counters(NamedTuple):
-    """The engine's counters at one moment."""
-
-    time: float
-    busy: bool
-    steps: int
-    tokens: int
-    queries: int
-    hits: int
-    preemptions: int
+# the engine's counters at one moment
+_Counters = namedtuple("_Counters", "time busy steps tokens queries hits preemptions")
 
 
 class _Window:
@@ -175,7 +164,7 @@ class EngineMonitor:
 
     def since(self, number: int) -> list[Sample]:
         """The remembered samples after the one with this number, oldest first."""
-        return list(takewhile(lambda sample: sample.number > number, reversed(self.samples.copy())))[::-1]
+        return [sample for sample in self.samples.copy() if sample.number > number]
 
     def to_pandas(self) -> Any:
         """The remembered samples as a DataFrame, a row each."""

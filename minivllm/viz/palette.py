@@ -2,8 +2,6 @@
 
 # Generated from nbs/viz/palette.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 LIGHT = {
     "page": "#f6f7f9", "panel": "#ffffff", "raised": "#f3f5f8", "ink": "#1b1f26", "muted": "#59626f", "line": "#d3d8df",
     "accent": "#1f5fd0", "warning": "#a8480a",

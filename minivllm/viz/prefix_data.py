@@ -2,8 +2,6 @@
 
 # Generated from nbs/viz/prefix_data.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

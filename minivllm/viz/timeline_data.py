@@ -2,8 +2,6 @@
 
 # Generated from nbs/viz/timeline_data.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,15 +102,11 @@ class TimelineReader(FoldReader):
         self.all: list[_Life] = []
         self.spans: list[tuple[int, ...]] = []
         self.finishes: dict[int, tuple[int, int]] = {}
-        self.preemptions: list[tuple[int, int, int, int]] = []
-        self.admissions: list[tuple[int, int, int, int]] = []
-        self.waits: list[tuple[int, int, int]] = []
-        self.drafts: list[tuple[int, int, int, int]] = []
-        self.media: list[tuple[int, int, int, int]] = []
+        rows = (list[tuple[int, ...]]() for _ in range(6))  # as `TimelineData` has them
+        self.preemptions, self.admissions, self.waits, self.drafts, self.media, self.loras = rows
         self._ranges: dict[str, list[tuple[int, int]]] = {}  # of media, by request
         self._encoded: dict[str, int] = {}  # embeddings, in this step
         self.routes: dict[str | int, str] = {}  # by number, and by id of those that have not come yet
-        self.loras: list[tuple[int, int, int, int]] = []
         self.adapters: dict[str, int] = {}
         self._slots = {slot: (name, 0) for slot, name in self.fold.now.loras.items()}
         self.steps: list[list[int]] = []
