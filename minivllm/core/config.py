@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -461,7 +462,7 @@ def _at_least(name: str, value: int, least: int, why: str = "") -> None:
 
 
 def _one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
-    if value not in allowed:
+    if value not in tuple(allowed):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
@@ -587,6 +588,23 @@ def _arg(default: Any, help: str, choices: Collection[str] = ()) -> Any:
     return field(default=default, metadata={"help": help, "choices": choices})
 
 
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "bool": ("True or False", (bool,)),
+    "int": ("a whole number", (int,)),
+    "float": ("a number", (int, float)),
+    "str": ("a string", (str, os.PathLike)),
+    "dict": ("a dict", (dict,)),
+    "None": ("None", (type(None),)),
+}
+
+
+def _check_type(name: str, value: Any, annotation: str) -> None:
+    """Raise TypeError for a value that is of none of the types in an annotation such as `int | None`."""
+    kinds = [kind.partition("[")[0] for kind in annotation.split(" | ")]
+    if isinstance(value, bool) and "bool" not in kinds or not any(isinstance(value, _TYPES[kind][1]) for kind in kinds):
+        raise TypeError(f"{name} must be {' or '.join(_TYPES[kind][0] for kind in kinds)}, got {value!r}")
+
+
 ROUTER_NAMES = ("prefix_aware", "least_loaded", "round_robin")
 
 
@@ -709,7 +727,9 @@ class EngineArgs(_ModelArgs):
     def _check(self) -> None:
         for f in fields(self):
             value, choices = getattr(self, f.name), f.metadata["choices"]
-            if choices and value != f.default:
+            if not choices:
+                _check_type(f.name, value, str(f.type))
+            elif value != f.default:
                 _one_of(f.name, value, choices)
         _one_of("scheduling_policy", self.scheduling_policy, tuple(POLICIES))
         least = {"block_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2,
@@ -722,11 +742,7 @@ class EngineArgs(_ModelArgs):
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.max_logprobs < -1:
             raise ValueError(f"max_logprobs must be -1 or at least 0, got {self.max_logprobs}")
-        if self.hf_overrides is not None and not isinstance(self.hf_overrides, dict):
-            raise TypeError(f"hf_overrides must be a dict of config.json entries, got {self.hf_overrides!r}")
-        if self.pooler_config is not None and not (
-            isinstance(self.pooler_config, dict) and self.pooler_config.keys() <= {"pooling_type", "normalize"}
-        ):
+        if not (self.pooler_config or {}).keys() <= {"pooling_type", "normalize"}:
             raise ValueError(f"pooler_config must be a dict of pooling_type and normalize, got {self.pooler_config!r}")
         self._check_quantization()
         self._check_media()
@@ -737,6 +753,8 @@ class EngineArgs(_ModelArgs):
             raise ValueError("kv_events_replay_endpoint needs kv_events_endpoint")
         if self.preemption_mode == "swap" and self.num_cpu_blocks < 1:
             raise ValueError('preemption_mode="swap" needs num_cpu_blocks of at least 1, got 0')
+        if self.preemption_mode != "swap" and self.num_cpu_blocks:
+            raise ValueError(f'num_cpu_blocks={self.num_cpu_blocks} needs preemption_mode="swap"')
 
     def _check_media(self) -> None:
         limits = self.limit_mm_per_prompt or {}

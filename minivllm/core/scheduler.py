@@ -107,6 +107,8 @@ class Scheduler(Recorder):
         connector: KVConnector | None = None,
     ) -> None:
         Recorder.__init__(self)
+        if not isinstance(preemption, Recompute | Swap | None):
+            raise TypeError(f"preemption must be Recompute() or Swap(num_cpu_blocks), got {preemption!r}")
         if isinstance(preemption, Swap):
             cache = CacheConfig(**{**asdict(cache), "num_cpu_blocks": preemption.num_cpu_blocks})
         self.config, self.cache, self.kv_cache = config, cache, kv_cache

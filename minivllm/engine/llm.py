@@ -3,6 +3,7 @@
 # Generated from nbs/engine/llm.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import itertools
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ from minivllm.sampling.transforms import Transform
 
 if TYPE_CHECKING:
     import pandas as pd
+
+logger = logging.getLogger("minivllm.engine")
 
 T = TypeVar("T")
 Message = dict[str, Any]
@@ -120,6 +123,8 @@ class LLM:
         ``prompts``: a text, a list of token ids, a dict (`{"prompt": ...}` or `{"prompt_token_ids": ...}`), or a list of these.
         ``sampling_params``: one for all, or one for each. ``priority``, ``user``: one for each prompt, for policies that ask.
         ``lora_request``: an adapter for all, or one for each (None: the base model); needs ``enable_lora=True``.
+        A request that fails while it runs, such as one with a JSON schema that cannot be compiled, does not stop the others: a
+        warning tells, its ``finish_reason`` is "error", and its ``error`` the reason.
 
         Raises:
             TypeError, ValueError: a bad prompt or parameter, found before anything runs.
@@ -179,6 +184,8 @@ class LLM:
         except BaseException:
             engine.abort_request([request_id for request_id, _ in requests])
             raise
+        if failed := [output.error for output in done.values() if output.error is not None]:
+            logger.warning("%d of %d requests ended with an error, one of them: %s", len(failed), len(done), failed[0])
         return [done[request_id] for request_id, _ in requests]
 
     def embed(
@@ -426,7 +433,10 @@ def _as_prompt_list(prompts: Any) -> list[Any]:
     """One prompt becomes a list of one. A list of numbers is one prompt of token ids."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
-    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__iter__"):
+    tabular = isinstance(prompts, Mapping) or hasattr(
+        prompts, "columns"
+    )  # going over one gives the names of its columns
+    if tabular or isinstance(prompts, (bytes, bytearray)) or not hasattr(prompts, "__iter__"):
         raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
     listed = list(prompts)
     if not listed:
@@ -452,7 +462,12 @@ def _final_only(params: SamplingParams) -> SamplingParams:
 
 def _one_each(name: str, given: Any, count: int, kind: type | tuple[type, ...]) -> list[Any]:
     """One value for each of ``count`` prompts. Raises ValueError for a list of another length, TypeError for another type."""
-    values = [given] * count if isinstance(given, kind) or given is None else list(given)
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if given is None or isinstance(given, kinds):
+        return [given] * count
+    if isinstance(given, (str, Mapping)) or not hasattr(given, "__iter__"):
+        raise TypeError(f"{name} must be {kinds[0].__name__}, or a list with one for each prompt; got {given!r}")
+    values = list(given)
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} entries for {count} prompts; give one for all, or one for each")
     return values

@@ -107,6 +107,8 @@ def render_chat_template(
             "add_generation_prompt and continue_final_message exclude each other: open a new turn or go on with the last"
         )
     _check_messages(messages)
+    if not _READS_PARTS.search(str(tokenizer.get_chat_template(chat_template, tools=tools))):
+        messages = [_with_one_text(i, message) for i, message in enumerate(messages)]
     _check_variables(tokenizer, chat_template, template_kwargs if tools is None else template_kwargs | {"tools": tools})
     try:
         text: Any = tokenizer.apply_chat_template(
@@ -119,7 +121,8 @@ def render_chat_template(
             **template_kwargs,
         )
     except Exception as error:  # a template is a program, and may fail like one
-        raise ValueError(f"the chat template of {tokenizer.name_or_path} refuses these messages: {error}") from error
+        whose = "given" if chat_template else f"of {tokenizer.name_or_path}"
+        raise ValueError(f"the chat template {whose} refuses these messages: {error}") from error
     return text
 
 
@@ -131,6 +134,22 @@ def _check_messages(messages: Any) -> None:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise TypeError(f"message {i} must be a dict with a role such as 'user', got {message!r}")
+
+
+_READS_PARTS = re.compile(r"""\[['"]text['"]\]|\.text\b|=\s*['"]text['"]""")
+"""What a template writes to get at the text of a part of a message."""
+
+
+def _with_one_text(i: int, message: dict[str, Any]) -> dict[str, Any]:
+    """A content in parts as one text, as in vLLM, for a template that knows no parts."""
+    if not isinstance(parts := message.get("content"), (list, tuple)):
+        return message
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f'message {i}: this model reads text alone, in parts {{"type": "text", "text": ...}}; got {part!r}'
+            )
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 
 @lru_cache(maxsize=64)

@@ -72,12 +72,27 @@ def test_steps_overlap_on_a_gpu_unless_asked_otherwise():
         ({"hf_overrides": "{}"}, TypeError, "hf_overrides must be a dict"),
         ({"kv_events_replay_endpoint": "tcp://x"}, ValueError, "needs kv_events_endpoint"),
         ({"preemption_mode": "swap"}, ValueError, "needs num_cpu_blocks"),
+        ({"num_cpu_blocks": 9}, ValueError, 'num_cpu_blocks=9 needs preemption_mode="swap"'),
         ({"long_prefill_token_threshold": -1}, ValueError, "long_prefill_token_threshold must be at least 0"),
     ],
 )
 def test_bad_settings_are_named(kwargs, error, words):
     with pytest.raises(error, match=words):
         config(**kwargs)
+
+
+def test_a_value_of_another_type_is_refused():
+    for f in dataclasses.fields(EngineArgs):
+        for value in (b"x", 1j):
+            with pytest.raises((TypeError, ValueError), match=rf"{f.name} must be .*got {value!r}$"):
+                EngineArgs(**{f.name: value})
+        if f.type in ("bool", "int", "float"):
+            with pytest.raises(TypeError, match=f"{f.name} must be .* got 'no'"):
+                EngineArgs(**{f.name: "no"})
+    with pytest.raises(TypeError, match="seed must be a whole number, got True"):
+        EngineArgs(seed=True)
+    with pytest.raises(TypeError, match="async_scheduling must be True or False or None, got 1"):
+        EngineArgs(async_scheduling=1)
 
 
 def test_a_small_pool_shortens_requests_instead_of_dead_locking():

@@ -1,6 +1,7 @@
 """LLM and LLMEngine on a tiny random model: inputs, outputs, trouble."""
 
 import signal
+from collections import UserDict
 from itertools import permutations
 
 import pytest
@@ -78,7 +79,7 @@ def test_one_set_of_parameters_each(tiny):
         generate(tiny, ["a", "b"], [GREEDY])
     with pytest.raises(ValueError, match="priority has 1 entries for 2 prompts"):
         tiny.generate(["a", "b"], GREEDY, priority=[1])
-    with pytest.raises(TypeError, match="must be SamplingParams, got str"):
+    with pytest.raises(TypeError, match="sampling_params must be SamplingParams, or a list .* got {.temperature.: 0}"):
         generate(tiny, "a", {"temperature": 0})
 
 
@@ -171,6 +172,20 @@ def test_chat_goes_on_with_the_last_message(tiny):
         tiny.chat(talk, GREEDY, use_tqdm=False, continue_final_message=True)
 
 
+def test_chat_joins_the_parts_of_a_text(tiny):
+    def say(*parts, **options):
+        return tiny.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False, **options)[0].prompt
+
+    one, two = {"type": "text", "text": "one"}, {"type": "text", "text": "two"}
+    assert say(one, two) == "<|im_start|>user\none\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    reads_parts = "{% for part in messages[0]['content'] %}<{{ part['text'] }}>{% endfor %}"
+    assert say(one, two, chat_template=reads_parts) == "<one><two>"
+    with pytest.raises(ValueError, match="message 0: this model reads text alone, .*got .*image_url"):
+        say(one, {"type": "image_url", "image_url": {"url": "x"}})
+    with pytest.raises(ValueError, match="the chat template given refuses these messages: unexpected"):
+        say(one, chat_template="{{ messages[0")
+
+
 @pytest.mark.parametrize("messages", [[], "hello", [{"content": "x"}]])
 def test_chat_refuses_what_is_no_conversation(tiny, messages):
     with pytest.raises((TypeError, ValueError), match=r"conversation|role"):
@@ -200,6 +215,22 @@ def test_a_bad_prompt_queues_nothing(tiny, bad, error, says):
     assert not tiny.llm_engine.has_unfinished_requests() and nothing_is_left(tiny)
 
 
+def test_what_is_no_list_of_prompts_or_one_for_each_is_refused(tiny):
+    import pandas as pd
+
+    for given in (b"Hello", pd.DataFrame({"prompt": ["Hello"]}), UserDict(input_ids=[1])):
+        with pytest.raises(TypeError, match=f"prompts must be .*, got {type(given).__name__}"):
+            generate(tiny, given, GREEDY)
+    assert tokens_of(tiny, pd.Series(["a", "c"])) == tokens_of(tiny, ["a", "c"])
+    with pytest.raises(TypeError, match="sampling_params must be SamplingParams, or a list .* got {'max_tokens': 1}"):
+        generate(tiny, ["a"], {"max_tokens": 1})
+    with pytest.raises(TypeError, match="lora_request must be LoRARequest, or a list .* got 'ab'"):
+        tiny.generate(["a", "b"], GREEDY, lora_request="ab", use_tqdm=False)
+    with pytest.raises(TypeError, match="priority must be int, or a list .* got 0.5"):
+        tiny.generate("a", GREEDY, priority=0.5, use_tqdm=False)
+    assert nothing_is_left(tiny)
+
+
 def test_bad_parameters_say_value_and_range():
     for params, says in (
         ({"temperature": -1}, r"temperature must be a finite number in \[0, 2\], got -1"),
@@ -223,6 +254,8 @@ def test_bad_engine_arguments(path):
         LLM(path, attention_backend="fast", **SMALL)
     with pytest.raises(ValueError, match="must be one of uni, mp.*; got 'rays'"):
         LLM(path, distributed_executor_backend="rays", num_gpu_blocks=9, **SMALL)
+    with pytest.raises(TypeError, match=r"preemption must be Recompute\(\) or Swap\(num_cpu_blocks\), got 'swap'"):
+        LLM(path, preemption="swap", num_gpu_blocks=9, max_model_len=32, **SMALL)
 
 
 def test_a_bad_request_leaves_the_others_running(tiny):
@@ -471,7 +504,7 @@ def test_prompt_logprobs_survive_a_preemption(path):
 # ---- structured outputs
 
 
-def test_structured_outputs_share_a_batch_and_fail_alone(tiny):
+def test_structured_outputs_share_a_batch_and_fail_alone(tiny, caplog):
     def wish(regex):
         return SamplingParams(
             temperature=1.0, seed=1, max_tokens=20, structured_outputs=StructuredOutputsParams(regex=regex)
@@ -481,6 +514,7 @@ def test_structured_outputs_share_a_batch_and_fail_alone(tiny):
     outputs = generate(tiny, ["a", "b", "free"], [wish(r"(yes|no)!"), wish("(broken"), GREEDY])
     assert outputs[0].outputs[0].text in ("yes!", "no!") and outputs[0].outputs[0].finish_reason == "stop"
     assert outputs[1].outputs[0].finish_reason == "error" and "unclosed group" in outputs[1].error
+    assert "1 of 3 requests ended with an error, one of them: " + outputs[1].error in caplog.text
     assert [[outputs[2].outputs[0].token_ids]] == want and nothing_is_left(tiny)
 
 

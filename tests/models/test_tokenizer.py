@@ -146,7 +146,7 @@ def test_a_model_without_a_template(tmp_path):
         ([*USER, {"content": "x"}], TypeError, "message 1 must be a dict with a role"),
         ([{"role": "user"}], ValueError, "refuses these messages"),
         ([{"role": "user", "content": None}], ValueError, "refuses these messages"),
-        ([{"role": "user", "content": ["part"]}], ValueError, "refuses these messages"),
+        ([{"role": "user", "content": ["part"]}], ValueError, "message 0: this model reads text alone, .* got .part."),
     ],
 )
 def test_malformed_messages(folder, messages, error, said):
