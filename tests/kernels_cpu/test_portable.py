@@ -75,20 +75,16 @@ def test_weights_with_scales_are_right(format):
     torch.testing.assert_close(layer(x), want, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("coded", [False, True])
-def test_quantized_matmuls_are_right(coded):
-    """8 bits with lows, and a code book: each row alone as in a batch, and as float64 has it with the activations rounded."""
+@pytest.mark.parametrize("group", [64, 32, 16])
+def test_quantized_matmuls_are_right(group):
+    """8 bits with lows, and code books: each row alone as in a batch, and as float64 has it with the activations rounded."""
     torch.manual_seed(0)
+    coded, dtype = group < 64, torch.float32 if group < 64 else torch.bfloat16
     if coded:
-        q, codes, group, dtype = (
-            torch.randint(0, 256, (40, 32), dtype=torch.uint8),
-            torch.arange(16) - 5.5,
-            32,
-            torch.float32,
-        )
-        weight = GroupedWeight(q, torch.rand(40, 2).half(), codes=codes)
+        q, codes = torch.randint(0, 256, (40, 32), dtype=torch.uint8), torch.arange(16) - 5.5
+        weight = GroupedWeight(q, torch.rand(40, 64 // group).half(), codes=codes)
     else:
-        q, group, dtype = torch.randint(-128, 128, (40, 64)).to(torch.int8), 64, torch.bfloat16
+        q = torch.randint(-128, 128, (40, 64)).to(torch.int8)
         weight = GroupedWeight(q, torch.rand(40, 1), torch.randn(40, 1))
     packed, x = PackedWeight(weight, dtype, tiles=False), torch.randn(12, 64).to(dtype)
     parts = x.double().unflatten(1, (-1, group))

@@ -112,7 +112,7 @@ def layer_of(values, method="torch", share=None, bias=None):
 @pytest.mark.parametrize("method", ["torch", "batch_invariant", "cpu", "cpu_invariant"])
 def test_a_fused_layer_may_have_parts_of_several_kinds(method):
     torch.manual_seed(0)
-    values = {kind: grouped(kind) for kind in KINDS}
+    values = {kind: grouped(kind, group=8) for kind in KINDS}  # for which no kernel rounds the activations
     parts = {kind: value for kind, (value, _) in values.items()} | {"whole": torch.randn(8, 64)}
     exact = torch.cat([*(exact for _, exact in values.values()), parts["whole"].double()])
     for order in (list(parts), list(reversed(parts))):

@@ -409,7 +409,9 @@ KINDS = {  # bits, group, and what else it has
     "8 bits with lows": (8, 64, {"low": True}),
     "NF4": (4, 64, {"codes": torch.tensor(NF4)}),
     "MXFP4": (4, 32, {"codes": torch.tensor(MXFP4)}),
+    "NVFP4": (4, 16, {"codes": torch.tensor(MXFP4)}),
     "in another order": (4, 64, {"order": True}),
+    "8 bits in another order": (8, 32, {"order": True}),
 }
 
 
@@ -438,10 +440,31 @@ def test_a_checkpoints_weight_is_multiplied_as_it_came(kind):
     )
     for rows in (1, 20):
         x = torch.randn(rows, 256)
-        seen = rounded(weight.arrange(x), 32 if weight.group == 32 else 64)
+        seen = rounded(weight.arrange(x), min(weight.group, 64))
         if weight.order is not None:
             seen = torch.empty_like(seen).index_copy_(1, weight.order, seen)
         torch.testing.assert_close(layer(x).double(), seen @ exact.T + bias.double(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["in another order", "8 bits in another order"])
+def test_a_share_of_inputs_in_another_order_is_multiplied_as_it_came(kind, dtype):
+    """Of each group a share has as many columns of 32 as hold its inputs; places left over belong to none."""
+    weight, rows = grouped_of(kind), torch.randn(70, 256).to(dtype)
+    for first in (0, 96):
+        x, share = rows[:, first : first + 96], weight.narrow(1, first, 96)
+        exact = share.dequantize().double()
+        assert torch.equal(share.dequantize(), weight.dequantize()[:, first : first + 96])
+        held = (weight.order.view(-1, weight.group) - first).ge(0) & (weight.order.view(-1, weight.group) - first).lt(
+            96
+        )
+        assert share.columns == sum(-(-n // 32) * 32 for n in held.sum(1).tolist())
+        packed = PackedWeight(share, dtype, tiles=False)
+        seen = rounded(share.arrange(x), 32)[:, (at := share.order.argsort()[:96])]
+        assert torch.equal(share.order[at], torch.arange(96))
+        want, tolerance = seen @ exact.T, 1e-5 if dtype == torch.float32 else 0.01
+        for n in (1, 5, 70):
+            torch.testing.assert_close(packed.apply(x[:n]).double(), want[:n], rtol=tolerance, atol=10 * tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -462,7 +485,7 @@ def test_a_stored_weight_has_the_same_bits_in_any_company(method, dtype):
 
 def test_what_has_no_kernel_is_written_out():
     weight = GroupedWeight(torch.randint(-128, 128, (32, 64)).to(torch.int8), *torch.rand(2, 32, 4))
-    with pytest.raises(ValueError, match="groups of 16 inputs are neither 32 nor a multiple of 64"):
+    with pytest.raises(ValueError, match=r"groups of 16 inputs are neither 32 \(of 4 bits: 16\) nor a multiple of 64"):
         PackedWeight(weight, torch.float32)
     layer = Linear(64, {"a": 32, "b": 8}, bias=True, dtype=torch.float32, device=CPU, method="cpu")
     layer.bias.copy_(torch.arange(40.0))

@@ -105,6 +105,10 @@ class RepackedWeight(QuantizedWeight):
         return {"words": self.words, "scales": self.scales}
 
 
+BLOCK = 32
+"""Columns that share a scale after a cut between inputs in another order: the fewest that all kernels take."""
+
+
 @dataclass(frozen=True, eq=False)
 class GroupedWeight(QuantizedWeight):
     """A weight in groups of neighbouring columns that share a scale.
@@ -211,15 +215,17 @@ class GroupedWeight(QuantizedWeight):
 
     def _narrow_ordered(self, start: int, length: int) -> Self:
         assert self.order is not None
-        order = self.order.unflatten(0, (-1, self.group))
-        kept = (order >= start) & (order < start + length)
-        width = int(kept.sum(1).amax())
-        width += width % 2
-        first = (~kept).byte().argsort(dim=1, stable=True)[:, :width]
-        order = torch.where(kept, order - start, length).gather(1, first).flatten()
-        columns = (first + self.group * torch.arange(len(kept), device=first.device)[:, None]).flatten()
+        kept = ((self.order >= start) & (self.order < start + length)).nonzero().flatten()
+        group = kept // self.group
+        counts = group.bincount(minlength=self.scale.shape[1])
+        blocks = -(-counts // BLOCK)
+        empty = (BLOCK * blocks - counts).cumsum(0) - (BLOCK * blocks - counts)  # columns of none, before a group
+        place = torch.arange(len(kept), device=kept.device) + empty[group]
+        columns = kept.new_zeros(BLOCK * int(blocks.sum())).index_copy_(0, place, kept)
+        order = torch.full_like(columns, length).index_copy_(0, place, self.order[kept] - start)
         q = self.q[:, columns] if self.bits == 8 else pack_nibbles(unpack_nibbles(self.q)[:, columns])
-        return replace(self, q=q, order=order, inputs=length)
+        cut = {name: each.repeat_interleave(blocks, 1) for name, each in self._per_group().items()}
+        return replace(self, q=q, order=order, inputs=length, **cut)
 
     def joined(self, below: Self) -> Self | None:
         same = (self.shape[1], self.columns, self.bits, self.group, self.low is None)

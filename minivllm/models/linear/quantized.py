@@ -2,7 +2,8 @@
 
 # Generated from nbs/models/linear/quantized.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,23 @@ from minivllm.models.linear.grouped import (
 )
 from minivllm.models.linear.scaled import FP8, ScaledWeight
 from minivllm.models.linear.unquantized import TorchLinear, matmul_by_tiles
-from minivllm_kernels.cpu.matmul.layout import FEW, ITEM, SPAN, QuantizedMatmul, ScaledMatmul, scaled_problem
+from minivllm_kernels.cpu.compile import host_lanes, kernel, pack
+from minivllm_kernels.cpu.matmul.layout import (
+    FEW,
+    ITEM,
+    SPAN,
+    QuantizedMatmul,
+    ScaledMatmul,
+    group_problem,
+    scaled_problem,
+)
+from minivllm_kernels.cpu.program import LAUNCHER
+
+__all__ = [
+    "AT_ONCE", "CPUScaledWeight", "CPUStoredLinear", "PackedWeight", "QuantizedLinear",
+    "TorchQuantizedLinear", "as_scaled", "explain", "pack_problem", "pack_scales", "pack_words", "quantize",
+    "quantize_groups", "quantize_rows", "quantized_linear", "rounded_together", "shortened", "whole_codes",
+]  # fmt: skip
 
 
 def quantize_rows(weight: Tensor) -> GroupedWeight:
@@ -75,9 +92,7 @@ def quantize(weight: Tensor, bits: int, group: int | None) -> GroupedWeight:
 
 def pack_problem(weight: GroupedWeight) -> str | None:
     """Why no kernel multiplies by this weight, or None."""
-    if weight.scale.shape[1] > 1 and weight.group != SPAN and weight.group % (2 * SPAN):
-        return f"groups of {weight.group} inputs are neither {SPAN} nor a multiple of {2 * SPAN}"
-    return None
+    return None if weight.scale.shape[1] == 1 else group_problem(weight.group, weight.bits)
 
 
 def rounded_together(weight: GroupedWeight) -> tuple[int, int]:
@@ -85,7 +100,7 @@ def rounded_together(weight: GroupedWeight) -> tuple[int, int]:
     if weight.scale.shape[1] == 1:
         return SPAN if 0 < weight.columns % (2 * SPAN) <= SPAN else 2 * SPAN, 31
     if weight.group % (2 * SPAN):
-        return SPAN, 0
+        return weight.group, 0
     times = weight.group // (2 * SPAN)
     return (2 * SPAN, times.bit_length() - 1) if times & (times - 1) == 0 else (weight.group, 0)
 
@@ -120,7 +135,7 @@ def whole_codes(codes: Tensor) -> tuple[Tensor, float]:
 
 
 class PackedWeight(RepackedWeight):
-    """A `GroupedWeight` in the order of the CPU's kernel, which rounds activations to 8 bits, 32 or more of a row together, except for
+    """A `GroupedWeight` in the order of the CPU's kernel, which rounds activations to 8 bits, 16 or more of a row together, except for
     many rows of bf16 where there is a tile unit.
 
     A code book that is not made of halves is rounded to parts of 127 of its largest entry.
@@ -180,7 +195,7 @@ class PackedWeight(RepackedWeight):
         """x [T, inputs] to [T, outputs], with the bias. `matmul` is not needed."""
         if not self.straight:
             assert self.order is not None
-            x = (x if self.inputs is None else F.pad(x, (0, 1))).index_select(1, self.order)
+            x = take_columns(x, self.order)
         return few_rows_matmul(self.kernel, x, self._shape[0], self.out_dtype)
 
     def unpacked(self) -> GroupedWeight:
@@ -252,6 +267,29 @@ def as_scaled(value: QuantizedWeight | Tensor) -> ScaledWeight | None:
     return None if scaled_problem(value.shape[1], value.block, together, whole) else value
 
 
+def take_columns(x: Tensor, order: Tensor) -> Tensor:
+    """x [T, inputs] in an order of columns, int64 [columns]: [T, columns]; a column of no input (`inputs`) is zero."""
+    x, (rows, inputs), columns = x.contiguous(), x.shape, len(order)
+    out = x.new_empty(rows, columns)
+    args = pack(rows, x.data_ptr(), order.data_ptr(), out.data_ptr(), inputs, columns)
+    which = kernel("minivllm_kernels.cpu.matmul.quantized:take_columns", 8 * x.itemsize)
+    LAUNCHER.run(which, args, min(rows, torch.get_num_threads()))
+    return out
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Results [T, n] of several weights as one [T, outputs]."""
+    rows, first = len(parts[0]), 0
+    out = parts[0].new_empty(rows, sum(part.shape[1] for part in parts))
+    for part in parts:
+        size, to = part.shape[1], out.data_ptr() + first * out.itemsize
+        which = "minivllm_kernels.cpu.pointwise:add_apart", 8 * out.itemsize, math.gcd(host_lanes(), size)
+        args = pack(rows, 1, part.data_ptr(), 0, to, size, out.shape[1])
+        LAUNCHER.run(kernel(*which), args, min(rows, torch.get_num_threads()))
+        first += size
+    return out
+
+
 class CPUStoredLinear(StoredLinear):
     """`StoredLinear` with grouped weights multiplied by the CPU's kernel; weights of other kinds are written out by torch.
 
@@ -285,7 +323,7 @@ class CPUStoredLinear(StoredLinear):
     def apply(self, x: Tensor) -> Tensor:
         """See `LinearMethod`."""
         out = [self.multiply(x, i) for i in range(len(self.values))]
-        return out[0] if len(out) == 1 else torch.cat(out, 1)
+        return out[0] if len(out) == 1 else side_by_side(out)
 
     def multiply(self, x: Tensor, index: int) -> Tensor:
         """x [T, inputs] by `values[index]`, with its bias."""

@@ -152,14 +152,15 @@ def tile_dots(
     table: Array,
     coded: Const,
     unit: Const,
+    span: Const,
 ):
-    """Add the dot products of `SPAN` inputs to int32 sums: row `r`'s bytes from int32 element `index + r * stride` of `x`, times the
+    """Add the dot products of `span` inputs to int32 sums: row `r`'s bytes from int32 element `index + r * stride` of `x`, times the
     weights of the words in column `i`. `coded`: a weight is an entry of `table`, 16 bytes."""
     lanes, rows = tile[0].type.count, [row_at(b, index, stride, r) for r in range(len(tile) // columns)]
     codes = table.read(ir.Constant(I64, 0), vec(16, I8), 1) if coded else None
     work = _UNITS[unit](b, [b.bitcast(t, vec(lanes, I32)) for t in tile], bits == 8 or bool(coded))
     per_word = 8 // bits
-    for w in range(SPAN // (4 * per_word)):
+    for w in range(span // (4 * per_word)):
         some = [words.read(plus(b, at, w * ITEM + i * lanes), vec(lanes, I32), 4) for i in range(columns)]
         parts = [bytes_of(b, one, bits, codes, unit) for one in some]
         for half in range(per_word):

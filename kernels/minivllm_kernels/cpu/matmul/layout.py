@@ -278,7 +278,7 @@ ROUNDED, ROW_BYTES, SHIFT, CODES, ROWS_BYTES = range(AT_ONCE + 1, AT_ONCE + 6)
 thread rounds them; bytes of a rounded row; how often the number of a group is halved to find its scale; address of the code book; bytes of
 a block of `TILE` rounded rows."""
 SPAN = 32
-"""Inputs whose dot products fit into 16 bits; a group has a multiple of them."""
+"""Inputs whose dot products fit into 16 bits; a group has a multiple of them, or half as many (of 4 bits)."""
 PLAIN, PAIRS, FOURS = range(3)
 """What a CPU has for dot products of bytes: nothing, sums of two products in 16 bits (AVX2), sums of four in 32 bits (VNNI)."""
 PANEL = 192
@@ -295,6 +295,13 @@ def host_unit() -> int:
     return PAIRS if "+avx512bw" in features or "+avx2" in features else PLAIN
 
 
+def group_problem(group: int, bits: int) -> str | None:
+    """Why the kernel cannot multiply by weights of so many bits in such groups, or None."""
+    if group == SPAN or (group >= SPAN and group % (2 * SPAN) == 0) or (group, bits) == (SPAN // 2, 4):
+        return None
+    return f"groups of {group} inputs are neither {SPAN} (of 4 bits: {SPAN // 2}) nor a multiple of {2 * SPAN}"
+
+
 class QuantizedMatmul(Matmul):
     """Matmul by a weight of whole numbers: weight[n, k] = (u - zero) * step [+ low], with a step, and a low, for each group of inputs.
 
@@ -306,7 +313,7 @@ class QuantizedMatmul(Matmul):
             ones. Outputs padded to whole items, inputs to whole groups. The memory must outlive this object.
         scales: address of [outputs / ITEM][scale groups][parts][ITEM]: steps, then lows; float16 or float32.
         bits: 8 or 4; `zero` is 128 for 8 bits and for a code book, 8 for 4 bits, and 0 for 4 bits with lows.
-        group: inputs of a row that are rounded together: 32, 64, or a multiple of 64.
+        group: inputs of a row that are rounded together: 32, 64, or a multiple of 64; of 4 bits also 16, which `tiles` do not take.
         shift: a scale is for `2 ** shift` groups; 31 or more: for the whole row.
         parts: 1 for steps alone, 2 for steps and lows.
         scale_bits: 16 or 32.
@@ -344,13 +351,13 @@ class QuantizedMatmul(Matmul):
                 f"no kernel for weights of {bits} bits, scales of {scale_bits}, rows of {x_bits} and results of {out_bits};"
                 " weights have 8 or 4 bits, the others 16 or 32"
             )
-        if group not in (SPAN, 2 * SPAN) and (group % (2 * SPAN) or group < 1):
-            raise ValueError(f"groups of {group} inputs are neither {SPAN} nor a multiple of {2 * SPAN}")
+        if problem := group_problem(group, bits):
+            raise ValueError(problem)
         padded, zero = -(-inputs // group) * group, 128 if bits == 8 or codes else 0 if parts == 2 else 8
         form = bits, int(codes != 0), parts, scale_bits, group, zero, x_bits, out_bits, host_unit()
         machine, name = (host_lanes(), host_registers()), "minivllm_kernels.cpu.matmul.quantized"
         self._round = f"{name}:round_rows", x_bits, group, zero, host_lanes()
-        by_tiles = tiles and host_tiles() and x_bits == 16 and inputs % SPAN == 0
+        by_tiles = tiles and host_tiles() and x_bits == 16 and inputs % SPAN == group % SPAN == 0
         self._by_tiles = (f"{name}:matmul_by_tiles", *form[:6], out_bits, host_unit()) if by_tiles else None
         self._items, tail = -(-outputs // ITEM), 4 * group if padded > inputs else 0
         row_bytes = 64 * (

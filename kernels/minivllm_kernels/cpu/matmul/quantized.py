@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT
+from minivllm_kernels.cpu.compile import COUNT, ENTERED, NEXT, OWN
 from minivllm_kernels.cpu.matmul import layout
 from minivllm_kernels.cpu.matmul.amx import make_pass, make_write_rows, tiles_begin, tiles_end, tiles_load
 from minivllm_kernels.cpu.matmul.dots import halves, round_bytes, tile_dots, tile_rescaled, tile_spread, unpack_pairs
@@ -111,6 +111,30 @@ def round_rows(x_bits: int, group: int, zero: int, lanes: int) -> Callable[[Any]
     return body
 
 
+(TAKE_X, TAKE_ORDER, TAKE_OUT, TAKE_INPUTS, TAKE_COLUMNS) = range(OWN, OWN + 5)
+"""Arguments of `take_columns`: addresses of the rows, of the input (int64) of each column, and of the result; inputs and columns of a
+row. The work items are rows."""
+
+
+def take_columns(bits: int) -> Callable[[Any], None]:
+    """Body of the kernel that writes each row in the order of columns. A column of no input, marked by their number, is zero."""
+
+    def body(args):
+        x, out, order = floats_at(args[TAKE_X], bits), floats_at(args[TAKE_OUT], bits), ints_at(args[TAKE_ORDER], 64)
+        inputs, columns = args[TAKE_INPUTS], args[TAKE_COLUMNS]
+        while True:
+            row = claim(args, NEXT, 1)
+            if row >= args[COUNT]:
+                break
+            for k in range(columns):
+                if order[k] < inputs:
+                    out[row * columns + k] = x[row * inputs + order[k]]
+                else:
+                    out[row * columns + k] = 0
+
+    return body
+
+
 def make_steps(vectors: int, lanes: int, scale_bits: int, unit: int) -> Any:
     """A function that reads a vector of steps or lows."""
     V, L = vectors, lanes
@@ -127,8 +151,8 @@ def make_steps(vectors: int, lanes: int, scale_bits: int, unit: int) -> Any:
 def make_tile(rows: int, form: tuple[int, int, int, int, int], unit: int, lanes: int, registers: int) -> Any:
     """A function for `rows` rows and the outputs of an item. `form`: see `matmul`."""
     BITS, CODED, PARTS, SCALE_BITS, G = form
-    V, L, WORDS = tile_vectors(rows, lanes, registers), lanes, form[0] * SPAN // 32
-    ROWS, SUMS, read = rows, rows * V, make_steps(V, lanes, SCALE_BITS, unit)
+    V, L, S = tile_vectors(rows, lanes, registers), lanes, min(SPAN, G)
+    ROWS, SUMS, WORDS, read = rows, rows * V, BITS * S // 32, make_steps(V, lanes, SCALE_BITS, unit)
     LINES, (NEAR, ahead) = -(-V * lanes // 16), prefetch_distance()
     AHEAD = ahead // 4
 
@@ -143,10 +167,10 @@ def make_tile(rows: int, form: tuple[int, int, int, int, int], unit: int, lanes:
             scale, at = item * ((groups - 1 >> shift) + 1) * PARTS * ITEM + n, r % TILE
             for g in range(groups):
                 dots, first = tile_spread(numbers, at + TILE, 1, ROWS, V, L), r % TILE * stride + g * (G // 4)
-                for k in range(first, first + G // 4, SPAN // 4):
+                for k in range(first, first + G // 4, S // 4):
                     for line in range(WORDS):
                         prefetch_rows(words, w + line * ITEM + AHEAD, 16, LINES, NEAR)
-                    dots = tile_dots(dots, x, k, stride, words, w, V, BITS, codes, CODED, unit)
+                    dots = tile_dots(dots, x, k, stride, words, w, V, BITS, codes, CODED, unit, S)
                     w += WORDS * ITEM
                 here = scale + (g >> shift) * PARTS * ITEM
                 totals = tile_rescaled(totals, dots, numbers, at, 1, read(args, here))
