@@ -166,8 +166,7 @@ def adapter_digest(folder: Path) -> str:
     try:
         for name in (CONFIG, WEIGHTS):
             with open(_inside(folder, name), "rb") as file:
-                while piece := file.read(1 << 20):
-                    digest.update(piece)
+                hashlib.file_digest(file, lambda: digest)
     except OSError as error:
         raise AdapterError(str(error)) from error
     return digest.hexdigest()

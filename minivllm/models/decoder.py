@@ -150,7 +150,6 @@ class Decoder(Module):
         rows = -(-spec.vocab_size // builder.share.size) if here else 0
         self.embedding = torch.empty(rows, spec.hidden_size, dtype=dtype, device=device)
         self.embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
-        self.positions = self._make_positions()
         layers = [spec.layers[i] for i in self.stage.layers]
         self.layers = ModuleList(layer_kind(layer)(layer, builder) for layer in layers)
         self.final_norm = builder.norm() if spec.names.final_norm else NoNorm()
@@ -176,19 +175,15 @@ class Decoder(Module):
         )
 
     def _make_pooling(self, builder: Builder) -> None:
-        """What encoders and classifiers have besides their layers."""
-        spec = self.spec
+        """What encoders and classifiers have besides their layers, and learned positions."""
+        spec, how = self.spec, dict[str, Any](dtype=self.dtype, device=self.device)
+        rows = spec.max_position_embeddings + spec.position_offset
+        self.positions = torch.empty(rows, spec.hidden_size, **how) if spec.names.positions else None
         self.embedding_norm = builder.norm() if spec.names.embedding_norm else None
-        self.token_types = torch.empty(spec.token_types, spec.hidden_size, dtype=self.dtype, device=self.device)
+        self.token_types = torch.empty(spec.token_types, spec.hidden_size, **how)
         self.pooling_head: PoolingHead | None = None
         if spec.pooler is not None:
             self.pooling_head = PoolingHead(spec.pooler, spec.hidden_size, spec.norm_eps, spec.norm_bias, self.device)
-
-    def _make_positions(self) -> Tensor | None:
-        if self.spec.names.positions is None:
-            return None
-        rows = self.spec.max_position_embeddings + self.spec.position_offset
-        return torch.empty(rows, self.spec.hidden_size, dtype=self.dtype, device=self.device)
 
     def _make_head(self, builder: Builder) -> Linear:
         """The output layer, which gives float32 if its method can; over the embeddings' memory if it is tied to them.

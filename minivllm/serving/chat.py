@@ -367,7 +367,6 @@ class ChatWriter(Writer):
         return {"logprobs": logprobs, **ids}
 
     def _call(self, delta: CallDelta) -> dict[str, Any]:
-        assert self.plan.use is not None and delta.name is not None
         function = {"name": delta.name, "arguments": delta.arguments}
         return {"id": self.plan.use.parser.new_id(), "type": "function", "function": function}
 

@@ -90,12 +90,12 @@ def test_a_convolution_in_pieces_is_one_over_the_whole(kernel):
     want = torch.nn.functional.conv1d(padded, weight.T[:, None], bias, groups=6)[0].T
     state, ys = torch.zeros(kernel - 1, 6), []
     for piece in u.split([1, 9, 2, 18]):
-        y, state = conv_scan(piece, state, weight, bias)
+        y, state = conv_scan(piece, weight, bias, state)
         ys.append(y)
     assert close(torch.cat(ys), want)
     states, ys = torch.zeros(1, kernel - 1, 6), []
     for token in u.split(1):
-        y, states = conv_step(token, states, weight, bias)
+        y, states = conv_step(token, weight, bias, states)
         ys.append(y)
     assert close(torch.cat(ys), want) and torch.equal(states[0], state)
 

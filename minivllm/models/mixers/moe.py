@@ -342,9 +342,8 @@ class MoE(Mixer):
 
     def targets(self) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
         yield from Mixer.targets(self)  # of `linears`
-        if self.spec.router.correction is not None:
-            assert self.correction is not None
-            yield self.spec.router.correction, self.correction.copy_
+        if (name := self.spec.router.correction) is not None and self.correction is not None:
+            yield name, self.correction.copy_
 
 
 def _multiply_stacked(rows: Tensor, ends: Tensor, weights: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def conv_step(u: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def conv_step(u: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
     """One token of each of R sequences through a causal convolution of each channel by itself.
 
     Args:
-        u: [R, C]. state: [R, K - 1, C], the inputs before it, oldest first. weight: [K, C]. bias: [C] or None. All float32.
+        u: [R, C]. weight: [K, C]. bias: [C] or None. state: [R, K - 1, C], the inputs before it, oldest first. All float32.
 
     Returns:
         [R, C], and the new states.
@@ -21,7 +21,7 @@ def conv_step(u: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> 
     return y if bias is None else y + bias, full[:, 1:]
 
 
-def conv_scan(u: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def conv_scan(u: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
     """T tokens of one sequence: u [T, C], state [K - 1, C], to [T, C] and the new state."""
     full = torch.cat((state, u))
     y = F.conv1d(full.T[None], weight.T[:, None], bias, groups=full.shape[1])[0].T

@@ -2,8 +2,7 @@
 
 # Generated from nbs/models/ops/states.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +23,13 @@ from minivllm.models.mixers.scan import (
 )
 
 
-def _through(run: Callable[[Tensor], tuple[Tensor, Tensor]], states: StateView, where: Sequences) -> Tensor:
-    """Read states, run with them, write the new ones."""
+def _through(step, scan, args: tuple[Any, ...], states: StateView, where: Sequences) -> Tensor:
+    """Read states, hand them to one of two forms of a recurrence behind its arguments, write the new ones."""
     if where.fresh:  # the block holds anything
         before = torch.zeros((len(where.write), *states.shape), dtype=states.dtype, device=where.write.device)
     else:
         before = states.read(where.read)
-    y, after = run(before if where.single else before[0])
+    y, after = step(*args, before) if where.single else scan(*args, before[0])
     states.write(where.write, after if where.single else after[None])
     return y
 
@@ -83,29 +82,25 @@ class StateOps(Module):
 
     def run_conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, states: StateView, where: Sequences) -> Tensor:
         """`conv_step` or `conv_scan`, on states in the cache; as the following ones in float32."""
-        form = conv_step if where.single else conv_scan
-        return _through(lambda state: form(x, state, weight, bias), states, where)
+        return _through(conv_step, conv_scan, (x, weight, bias), states, where)
 
     def run_ssd(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, states: StateView, where: Sequences
     ) -> Tensor:
         """`ssd_step` or `ssd_scan`."""
-        form = ssd_step if where.single else ssd_scan
-        return _through(lambda state: form(x, dt, A, B, C, D, state), states, where)
+        return _through(ssd_step, ssd_scan, (x, dt, A, B, C, D), states, where)
 
     def run_selective(
         self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, states: StateView, where: Sequences
     ) -> Tensor:
         """`selective_step` or `selective_scan`."""
-        form = selective_step if where.single else selective_scan
-        return _through(lambda state: form(x, dt, A, B, C, D, state), states, where)
+        return _through(selective_step, selective_scan, (x, dt, A, B, C, D), states, where)
 
     def run_delta(
         self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: StateView, where: Sequences
     ) -> Tensor:
         """`delta_step` or `delta_scan`. decay: its logarithm."""
-        form = delta_step if where.single else delta_scan
-        return _through(lambda state: form(q, k, v, decay, beta, state), states, where)
+        return _through(delta_step, delta_scan, (q, k, v, decay, beta), states, where)
 
     def ssd(self, xBC: Tensor, dt: Tensor, fixed: Fixed, groups: int, states: StateView, where: Sequences) -> Tensor:
         """SSD.
