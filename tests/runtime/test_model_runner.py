@@ -31,6 +31,7 @@ def plan(tiny_model_path):  # noqa: F811
             num_gpu_blocks=64,
             max_num_seqs=8,
             num_cpu_blocks=4,
+            preemption_mode="swap",
         )
     )
 
