@@ -24,7 +24,7 @@ from minivllm.engine.outputs import RequestOutput
 from minivllm.lora.adapter import AdapterError, LoRARequest
 from minivllm.lora.store import AdapterRegistry, RegisteredAdapter
 from minivllm.models.spec import DecoderSpec
-from minivllm.models.tokenizer import get_tokenizer
+from minivllm.models.tokenizer import find_tokenizer, get_tokenizer
 from minivllm.multimodal.processor import MediaProcessor
 from minivllm.runtime.executor import Executor, plan_engine
 from minivllm.runtime.executors.select import load_first, make_executor
@@ -101,7 +101,10 @@ class LLMEngine:
             )
         if isinstance(preemption, Swap):
             args = replace(args, num_cpu_blocks=preemption.num_cpu_blocks, preemption_mode="swap")
-        plan = load_first(plan_engine(args))
+        plan = plan_engine(args)
+        if not args.skip_tokenizer_init:  # told before the weights are read
+            find_tokenizer(args.tokenizer or plan.config.model.path, args.download_dir)
+        plan = load_first(plan)
         tokenizer, grammar = load_tokenizer(plan.config, plan.model.eos_token_ids)
         executor = make_executor(plan, logits_processors, grammar)
         config = executor.config

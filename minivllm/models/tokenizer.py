@@ -33,14 +33,24 @@ def get_tokenizer(
 
     Raises `ValueError` if there is no tokenizer, if it is not a fast one, or if it needs code from the hub.
     """
+    folder = find_tokenizer(name, download_dir, revision)
+    if folder is None:
+        return _load("AutoTokenizer", str(name), cache_dir=download_dir, revision=revision)
+    return _load("PreTrainedTokenizerFast" if _is_generic(folder) else "AutoTokenizer", str(folder))
+
+
+def find_tokenizer(
+    name: str | Path, download_dir: str | Path | None = None, revision: str | None = None
+) -> Path | None:
+    """The folder of a tokenizer, without reading it; None for a hub id. Raises ValueError for a folder without one."""
     folder = Path(name).expanduser()
     if str(name) in EMBEDDED_MODELS or folder.suffix == ".gguf":
         folder = resolve_model(name, download_dir, revision)
     if not folder.is_dir():
-        return _load("AutoTokenizer", str(name), cache_dir=download_dir, revision=revision)
+        return None
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{folder} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
-    return _load("PreTrainedTokenizerFast" if _is_generic(folder) else "AutoTokenizer", str(folder))
+    return folder
 
 
 def _is_generic(folder: Path) -> bool:

@@ -124,11 +124,12 @@ def test_options_and_broken_checkpoints(tmp_path: Path):
         assert len(llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
 
 
-def test_a_folder_without_a_tokenizer(tmp_path: Path):
+def test_a_folder_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = save_tiny_model("llama", tmp_path)
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ValueError, match="holds no tokenizer"):
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="holds no tokenizer"):
+        patch.setattr("minivllm.runtime.executor.load_decoder", lambda plan: pytest.fail("the weights were read first"))
         LLM(str(folder), num_gpu_blocks=32)
     with LLM(str(folder), skip_tokenizer_init=True, num_gpu_blocks=32) as llm:
         plain = SamplingParams(temperature=0, max_tokens=3, detokenize=False)
