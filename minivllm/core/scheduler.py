@@ -638,9 +638,9 @@ class Scheduler(Recorder):
         if not self.config.enable_chunked_prefill and min(wanted, draft.threshold or wanted) > draft.budget:
             return 0, "no_chunked_prefill"
         n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
-        return (
-            self._fit_media(request, computed, n, draft.budget, draft) if n and request.mm_features else (n, "policy")
-        )
+        if n and request.mm_features:
+            return self._fit_media(request, computed, n, draft.budget, draft)
+        return n, "policy"
 
     def _take_slot(self, request: Request, draft: _Draft) -> int:
         """The slot of the request's adapter; -1 if it has none. What must be loaded for it goes into the draft."""

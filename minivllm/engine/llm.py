@@ -433,9 +433,8 @@ def _as_prompt_list(prompts: Any) -> list[Any]:
     """One prompt becomes a list of one. A list of numbers is one prompt of token ids."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
-    tabular = isinstance(prompts, Mapping) or hasattr(
-        prompts, "columns"
-    )  # going over one gives the names of its columns
+    # going over a table gives the names of its columns
+    tabular = isinstance(prompts, Mapping) or hasattr(prompts, "columns")
     if tabular or isinstance(prompts, (bytes, bytearray)) or not hasattr(prompts, "__iter__"):
         raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
     listed = list(prompts)

@@ -527,5 +527,5 @@ class Decoder(Module):
         for layer in self.layers:
             layer.mixer.process_weights_after_loading()
             layer.mlp.process_weights_after_loading()
-        memories = (linear.method.memory for linear in linears)
-        move_to_huge_pages(memory for memory in memories if memory is not None)  # now all memory around is in use
+        # only now is all memory around a weight in use
+        move_to_huge_pages(memory for linear in linears if (memory := linear.method.memory) is not None)

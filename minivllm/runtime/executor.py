@@ -270,8 +270,8 @@ def with_memory(plan: EnginePlan, measured: tuple[int, int] | None) -> EnginePla
 
 
 def fit_memory(plan: EnginePlan) -> EnginePlan:
-    """On a GPU, load the model, measure what its largest step takes, and give the KV cache what is left of
-    `gpu_memory_utilization`. Elsewhere, or if the user says how large the cache is, the plan as it came.
+    """Load the model. On a GPU, also measure what its largest step takes, and give the KV cache what is left of
+    `gpu_memory_utilization`, unless the user says how large the cache is.
 
     Raises:
         ValueError: nothing is left; says what to change.
