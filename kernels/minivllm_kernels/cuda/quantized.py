@@ -690,7 +690,7 @@ def choose_tiling(format: Format, outputs: int, rows: int, multiprocessors: int,
         best = Tiling(3, 8 if int4 else 16, 4, 1)
     else:
         sizes = (3, 2) if not int4 else (4, 3, 2) if rows <= 8 and format.scale_words == 1 else (2,)
-        # as few tiles as can be for the block that has most
+        # the fewest tiles for the busiest block
         best = Tiling(min(sizes, key=lambda size: -(-tiles // (2 * multiprocessors * size)) * size), 8, 4, 2)
     room, reserved = shared_limit(cc) + 1024, 1024  # the hardware keeps so much for itself with each block
     for tiling in (best, least, Tiling(2, 16, 4, 1)):

@@ -128,7 +128,7 @@ def _gains_by_huge_pages(memory: Tensor) -> bool:
 
 
 def move_to_huge_pages(memories: Iterable[Tensor]) -> threading.Thread | None:
-    """`use_huge_pages` for all of them, in a thread: it copies them, and a caller that starts an engine has other things to do."""
+    """`use_huge_pages` for each, in a background thread (returned), since the copy takes a while. None if there is nothing to move."""
     large = [memory for memory in memories if _gains_by_huge_pages(memory)]
 
     def move() -> None:

@@ -64,7 +64,7 @@ def register_executor(name: str, make: ExecutorMaker) -> None:
 def load_first(plan: EnginePlan) -> EnginePlan:
     """The plan with its model loaded, if the executor will run it in this process; else as it came.
 
-    The weights still move to huge pages then, which takes about as long as to read a tokenizer.
+    The move of its weights to huge pages goes on in the background; reading the tokenizer meanwhile takes about as long.
     """
     if plan.config.args.executor != "uni" or plan.decoder is not None:
         return plan
