@@ -1,8 +1,8 @@
 """How far is a decode step from the memory's speed? Prints, for each batch size, its share of the floor.
 
-    python benchmarks/decode_step.py [--output FOLDER] [--context 1024] [--batch 1 16 64 256] [--products 1 2 4 8 16]
+    python benchmarks/decode_step.py [--output FOLDER] [--model 0.6B] [--context 1024] [--batch 1 16 64 256] [--products 1 2 4 8 16]
 
-The model has the shape of Qwen3-0.6B and random bfloat16 weights. A step is what the engine's model runner replays as one
+The model has the shape of Qwen3-0.6B (or `--model 8B`) and random bfloat16 weights. A step is what the engine's model runner replays as one
 CUDA graph, with the matmul that gives the logits and the choice of the likeliest token in it, or, of more than 64 rows, behind it. The floor is the time
 in which the card, at the bandwidth of a copy measured in the same run (bytes read plus bytes written), moves the weights
 and the keys and values once. Then, for small batches, the same step with every product by cuBLAS, and by our own kernels.
@@ -35,11 +35,16 @@ QWEN3 = {
     "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
     "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
 }  # fmt: skip
+SHAPES = {
+    "0.6B": QWEN3,
+    "8B": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+                   "tie_word_embeddings": False},
+}  # fmt: skip
 BLOCK = 16
 
 
-def make_decoder(max_model_len: int) -> Decoder:
-    spec = spec_from_config(QWEN3)
+def make_decoder(config: dict, max_model_len: int) -> Decoder:
+    spec = spec_from_config(config)
     decoder = Decoder(spec, NumbaCudaBackend(), torch.bfloat16, CUDA, max_model_len=max_model_len)
     generator, kind = torch.Generator(CUDA).manual_seed(0), {"device": CUDA, "dtype": torch.bfloat16}
     shapes = spec.weight_shapes().items()
@@ -110,6 +115,7 @@ def by_product(decoder: Decoder, batches: list[int], context: int) -> list[dict]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, default="0.6B", help="whose shape")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument(
@@ -121,9 +127,11 @@ def main() -> None:
         print("not run: torch sees no NVIDIA GPU here")
         return
     card, copy = torch.cuda.get_device_name(), copy_bandwidth()
-    decoder = make_decoder(args.context)
-    weights = 2 * sum(math.prod(shape) for shape in decoder.spec.weight_shapes().values())
-    kv_token = 28 * 2 * 8 * 128 * 2
+    decoder = make_decoder(SHAPES[args.model], args.context)
+    shapes, config = decoder.spec.weight_shapes(), SHAPES[args.model]
+    embedding = 0 if config["tie_word_embeddings"] else math.prod(shapes["model.embed_tokens.weight"])  # hardly read
+    weights = 2 * (sum(math.prod(shape) for shape in shapes.values()) - embedding)
+    kv_token = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * config["head_dim"] * 2
     rows = []
     print(f"{card}, copy {copy:.0f} GB/s, weights {weights / 1e6:.0f} MB, context {args.context}")
     print("batch  layers ms  step ms  floor ms  of floor  tokens/s")
