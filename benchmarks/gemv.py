@@ -1,10 +1,10 @@
 """Which product is fastest for few rows? Prints microseconds of cuBLAS and of our kernels, for each layer and number of rows.
 
-    python benchmarks/gemv.py [--output FOLDER] [--rows 1 2 4 8 16]
+    python benchmarks/gemv.py [--output FOLDER] [--rows 1 2 4 8 16 32 64]
     python benchmarks/gemv.py --formats bf16 fp8 int4 [--output FOLDER] [--rows 1 4 16]
 
-"fma" computes on the plain units and takes one row, "mma" on the matrix units. A gated layer ends in silu(gate) * up: for cuBLAS
-by a kernel of its own. The layers are those of Qwen3-0.6B. Times are medians over replays of a CUDA graph that goes through copies of the weight, so
+"fma" computes on the plain units and takes one row, "mma" on the matrix units and takes up to 16; "auto" is what `ops.gemv` takes for more. A gated layer ends in
+silu(gate) * up: for cuBLAS by a kernel of its own. The layers are those of Qwen3-0.6B. Times are medians over replays of a CUDA graph that goes through copies of the weight, so
 that nothing is read from L2; the floor is the time in which a copy measured in the same run moves the weight's bytes.
 
 With --formats: our kernels on the layers of Qwen3-8B, for weights of 16, 8 and 4 bits (int4 in groups of 128, fp8 in blocks of 128), as the share that
@@ -47,9 +47,9 @@ def microseconds(size: int, features: int, rows: int, gated: bool) -> dict[str, 
         return ops.silu_mul(product) if gated else product
 
     found = {}
-    for way in ("cublas", "fma", "mma"):
-        if way == "fma" and rows > 1:
-            continue
+    for way in ("cublas", *(("fma", "mma") if rows == 1 else ("mma",) if rows <= 16 else ("auto",))):
+        if way == "auto" and rows > ops.most_rows(weights[0], gated):
+            continue  # torch multiplies
         calls = [partial(cublas, w) if way == "cublas" else partial(ops.gemv, x, w, gated, way) for w in weights]
         error = ((calls[0]().double() - exact).norm() / exact.norm()).item()
         if not error < (8e-3 if gated else 4e-3):
@@ -112,7 +112,7 @@ def of_read_bandwidth(formats: list[str], rows: list[int], output: Path | None) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--formats", nargs="+", choices=("bf16", "fp8", "int4"), help="compare these instead")
     parser.add_argument("--output", type=Path, help="folder for gemv-CARD.json, or gemv_quantized-CARD.json")
     args = parser.parse_args()
@@ -123,13 +123,13 @@ def main() -> None:
         of_read_bandwidth(args.formats, args.rows, args.output)
         return
     card, copy, table = torch.cuda.get_device_name(), copy_bandwidth(), []
-    print(f"{card}, copy {copy:.0f} GB/s\nlayer     rows  floor us   cublas      fma      mma")
+    print(f"{card}, copy {copy:.0f} GB/s\nlayer     rows  floor us   cublas      fma      mma     auto")
     for name, (size, features) in LAYERS.items():
         for rows in args.rows:
             floor = 2 * size * features / copy / 1e3
             us = microseconds(size, features, rows, name == "gate_up")
             table.append({"layer": name, "rows": rows, "floor_us": floor, "us": us})
-            shown = [f"{us[way]:8.2f}" if way in us else "       -" for way in ("cublas", "fma", "mma")]
+            shown = [f"{us[way]:8.2f}" if way in us else "       -" for way in ("cublas", "fma", "mma", "auto")]
             print(f"{name:8} {rows:5} {floor:9.2f}", *shown, flush=True)
     if args.output:
         name = f"gemv-{card.lower().replace(' ', '-')}.json"

@@ -26,7 +26,9 @@ from minivllm.models.linear.cuda import CUDAPackedWeight, CUDAStoredLinear, pack
 from minivllm.models.linear.layer import Linear, method_or_torch
 from minivllm.models.linear.scaled import ScaledWeight
 from minivllm.models.loading import load_model
+from minivllm.models.ops.numba_cuda import NumbaCudaOps
 from minivllm_kernels.cuda import ops
+from minivllm_kernels.cuda.matmul_hopper import MatmulTile
 from minivllm_kernels.cuda.prefill_hopper import HOPPER
 
 CUDA = torch.device("cuda", 0)
@@ -516,12 +518,108 @@ def test_a_gated_gemv_is_the_product_and_then_silu_mul(dtype, rows, size, featur
         assert torch.equal(got, ops.silu_mul(ops.gemv(x, weight)))
 
 
+def gated_or_not(x, weight, gated):
+    """float64, of the numbers that the kernel gets."""
+    product = x.double() @ weight.double().t()
+    if not gated:
+        return product
+    gate, up = product.chunk(2, -1)
+    return gate.sigmoid() * gate * up
+
+
+def check_many_rows(dtype, size, features, gated, all_rows):
+    """Against float64, with NaN behind the last row and between rows; and the same bits again."""
+    weight = (torch.randn(size, features, device=CUDA) / features**0.5).to(dtype)
+    for rows in all_rows:
+        wide = torch.full((rows + 8, features + 24), torch.nan, device=CUDA, dtype=dtype)
+        x = wide[:rows, 8 : features + 8]
+        x.copy_(torch.randn(rows, features, device=CUDA))
+        got = ops.gemv(x, weight, gated)
+        assert got.shape == (rows, size // (1 + gated))
+        assert relative_error(got, gated_or_not(x, weight, gated)) < (1 + gated) * TOLERANCE[dtype], rows
+        assert torch.equal(got, ops.gemv(x, weight, gated)), "the result moves from run to run: a race"
+
+
+on_hopper = pytest.mark.skipif(
+    REASON is None and torch.cuda.get_device_capability(CUDA) != HOPPER, reason="needs compute capability 9.0"
+)
+MATMULS = [  # of Qwen3-0.6B and 8B
+    *((4096, 1024, False), (1024, 2048, False), (6144, 1024, True), (1024, 3072, False)),
+    *((6144, 4096, False), (4096, 4096, False), (24576, 4096, True), (4096, 12288, False)),
+]
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("size, features, gated", MATMULS)
+def test_a_matmul_of_17_to_64_rows(dtype, size, features, gated):
+    check_many_rows(dtype, size, features, gated, (17, 31, 32, 33, 48, 64))
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    "tile, size, features",
+    [
+        (MatmulTile(32, 1, 3, False), 150, 1000),  # the last outputs and features are missing
+        (MatmulTile(32, 4, 2, False), 1002, 1544),  # parts of a row are of different lengths
+        (MatmulTile(48, 1, 5, True), 2 * 74, 520),
+        (MatmulTile(96, 2, 4, True), 2 * 1000, 1096),
+        (MatmulTile(64, 8, 2, False), 66, 4096),
+        (MatmulTile(256, 1, 3, False), 30002, 576),
+    ],
+    ids=str,
+)
+def test_tiles_of_odd_sizes(dtype, tile, size, features, monkeypatch):
+    monkeypatch.setattr(ops, "choose_tile", lambda *_: tile)
+    check_many_rows(dtype, size, features, tile.gated, (17, 40, 64))
+
+
+@on_hopper
+def test_layers_take_it_for_up_to_64_rows():
+    layer = Linear(1024, {"gate": 3072, "up": 3072}, dtype=BF16, device=CUDA, method="gemv")
+    layer.weight.copy_(torch.randn(6144, 1024, device=CUDA) / 32)
+    layer.method.process_weights_after_loading()
+    x = torch.randn(65, 1024, device=CUDA).to(BF16)
+    for rows in (17, 64):
+        assert layer.method.takes(x[:rows]) and layer.method.takes(x[:rows], gated=True)
+        assert torch.equal(layer(x[:rows]), ops.gemv(x[:rows], layer.weight))
+        gated = NumbaCudaOps().gated_linear(x[:rows], layer, "silu")
+        assert torch.equal(gated, ops.gemv(x[:rows], layer.weight, gated=True))
+    assert not layer.method.takes(x) and not layer.method.takes(x, gated=True)
+    assert relative_error(layer(x), x.double() @ layer.weight.double().t()) < TOLERANCE[BF16]
+
+
+@on_hopper
+def test_matmuls_that_start_early_in_a_graph():
+    """Each reads what the one before wrote, and none begins too soon."""
+    up, down = (torch.randn(n, k, 8, device=CUDA).mul(k**-0.5).to(BF16).permute(2, 0, 1).contiguous() for n, k in ((4096, 1024), (1024, 2048)))  # fmt: skip
+    x = torch.randn(40, 1024, device=CUDA).to(BF16)
+
+    def layers():
+        y = x
+        for a, b in zip(up, down):
+            y = ops.gemv(ops.silu_mul(ops.gemv(y, a)), b)
+        return y
+
+    want = layers()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = layers()
+    for _ in range(50):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
+
+
 def test_a_linear_layer_takes_these_products_for_few_rows():
     layer = Linear(256, {"a": 64, "b": 32}, dtype=BF16, device=CUDA, method="gemv")
     layer.weight.copy_(torch.randn(96, 256, device=CUDA) / 16)
     layer.method.process_weights_after_loading()
-    x = torch.randn(18, 256, device=CUDA).to(BF16)
-    for rows in range(19):
+    x = torch.randn(66, 256, device=CUDA).to(BF16)
+    for rows in (*range(19), 64, 65, 66):
         want = x[:rows].double() @ layer.weight.double().t()
         assert layer(x[:rows]).shape == (rows, 96) and (rows == 0 or relative_error(layer(x[:rows]), want) < TOLERANCE[BF16])  # fmt: skip
     assert method_or_torch("gemv", 250, 64, BF16, CUDA) == "torch"
@@ -535,7 +633,7 @@ def test_gemv_refuses_what_it_cannot_read():
         (x[:, :32], weight, "shape"),
         (x, weight[:31], "even"),
         (x, weight[:, :32], "shape"),
-        (x.repeat(9, 1), weight, "up to 16"),
+        (x.repeat(33, 1), weight, "up to 16"),
         (x[:0], weight, "must have rows"),
     ):
         with pytest.raises(ValueError, match=message):

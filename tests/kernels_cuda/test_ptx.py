@@ -21,11 +21,13 @@ from minivllm_kernels.cuda import (
     gemv,
     launch,
     lora,
+    matmul_hopper,
     pointwise,
     prefill,
     prefill_hopper,
     quantized,
 )
+from minivllm_kernels.cuda.matmul_hopper import MatmulTile
 from minivllm_kernels.cuda.planning import AttentionShape
 
 INSTALL = 'pip install "numba-cuda[cu13]>=0.30" "nvidia-nvvm==13.0.*" "nvidia-cuda-nvcc==13.0.*"'
@@ -103,6 +105,10 @@ KERNELS = {
     "quantized gemv mma, fp8": (lambda: quantized_gemv("fp8", 4096, 128, "float32", 16), 255),
     "quantized gemv mma, int8": (lambda: quantized_gemv("int8", 4096, 4096, "float32", 8), 255),
     "dequantize": (lambda: quantized.dequantize(quantized.Format("int4", BF16, 4096, 32, BF16)), 64),
+    "matmul": (lambda: matmul_hopper.wgmma_matmul(BF16, MatmulTile(32, 1, 9, False)), 168),
+    "matmul, gated": (lambda: matmul_hopper.wgmma_matmul(FP16, MatmulTile(96, 1, 5, True)), 168),
+    "matmul, clusters": (lambda: matmul_hopper.wgmma_matmul(BF16, MatmulTile(32, 4, 8, False)), 168),
+    "matmul, gated, clusters": (lambda: matmul_hopper.wgmma_matmul(BF16, MatmulTile(256, 2, 4, True)), 168),
     "all-reduce": (lambda: all_reduce.one_shot(BF16, 2), 64),
     "all-reduce, 8 ranks": (lambda: all_reduce.one_shot("float32", 8), 64),
     "silu": (lambda: pointwise.silu_mul(FP16, 4096), 64),
@@ -150,6 +156,9 @@ def test_no_spills(name, tmp_path):
     assert ("e4m3x2" in text) == ("fp8" in name and "gemv" not in name)
     if " mma" in name:
         assert "mma.sync.aligned.m16n8k16" in text and ("cp.async" in text) == name.startswith(("prefill", "quantized"))
+    if name.startswith("matmul"):
+        assert text.count(".param .align 64 .b8") == 2 and "wgmma.mma_async" in text
+        assert (".reqnctapercluster" in text) == ("barrier.cluster" in text) == ("clusters" in name)
     if " wgmma" in name:
         assert text.count("wgmma.commit_group") == 4  # Q K^T and P V: before, in and after the loop
         assert text.count("setmaxnreg") == 2 and text.count(".param .align 64 .b8") == 4

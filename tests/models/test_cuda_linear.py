@@ -23,6 +23,9 @@ class Ops:
     def device_unsupported(self, device):
         return None
 
+    def most_rows(self, weight, gated):
+        return 64 if weight.shape[0] > 6 and not gated else 16
+
     def gemv(self, x, weight):
         self.asked.append(x.shape[0])
         return x @ weight.t()
@@ -61,6 +64,11 @@ def test_the_number_of_rows_decides(ops, monkeypatch):
         assert torch.equal(product(x[:rows]), x[:rows] @ weight.t())
     assert ops.asked == list(range(1, 17))
     ops.asked.clear()
+    weight, x = torch.randn(8, 16).bfloat16(), torch.randn(66, 16).bfloat16()
+    for rows in (17, 64, 65, 66):  # a weight that the kernel for more rows takes
+        assert torch.equal(layer_of(weight)(x[:rows]), x[:rows] @ weight.t())
+    assert ops.asked == [17, 64]
+    ops.asked.clear()
     monkeypatch.setattr(cuda_linear, "MOST_ROWS", 0)
     product(x[:1])
     assert ops.asked == []
@@ -88,7 +96,7 @@ def test_the_choice_and_its_reason(ops):
     gpu = torch.device("cuda", 0)
     assert explain_linear_method(None, "gemv", torch.bfloat16, gpu, False) == (
         "gemv",
-        "kernels of our own for up to 16 rows, torch's matmul for more",
+        "kernels of our own for up to 16 rows, on Hopper 64, and torch's matmul for more",
     )
     assert explain_linear_method(None, "gemv", torch.float32, gpu, False)[0] == "torch"
     assert explain_linear_method(None, "gemv", torch.bfloat16, gpu, True)[0] == "batch_invariant"

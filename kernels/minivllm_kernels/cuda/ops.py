@@ -21,8 +21,17 @@ from minivllm_kernels.cuda.all_reduce import (
     region_pieces,
     split_pieces,
 )
-from minivllm_kernels.cuda.gemv import choose_gemv
+from minivllm_kernels.cuda.gemv import MMA_ROWS, choose_gemv
 from minivllm_kernels.cuda.launch import compiler_missing, launcher
+from minivllm_kernels.cuda.matmul_hopper import (
+    MATMUL_ROWS,
+    STEP,
+    MatmulTile,
+    choose_tile,
+    matmul_maps,
+    padded_rows,
+    wgmma_matmul,
+)
 from minivllm_kernels.cuda.planning import (
     FIELDS,
     AttentionShape,
@@ -597,26 +606,43 @@ def rope_and_cache(
     return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)
 
 
+def tile_for(weight: Tensor, gated: bool = False) -> MatmulTile | None:
+    """How `gemv` deals out more than 16 rows with a weight [size, features] on its device; None if it does not."""
+    return choose_tile(*weight.shape, gated, *_properties(_index(weight.device)))
+
+
+def most_rows(weight: Tensor, gated: bool = False) -> int:
+    """Up to how many rows `gemv` multiplies by a weight [size, features]."""
+    return MMA_ROWS[-1] if tile_for(weight, gated) is None else MATMUL_ROWS
+
+
 def gemv(x: Tensor, weight: Tensor, gated: bool = False, kind: str = "auto") -> Tensor:
-    """x [T, features] @ weight [size, features].T for T up to 16, by the kernel that `gemv.choose_gemv` names.
+    """x [T, features] @ weight [size, features].T for T up to `most_rows`, by the kernel that `gemv.choose_gemv` names, or
+    `matmul_hopper.choose_tile` for more than 16.
 
     gated: out [T, size / 2] = silu(the first half) * the second.
     """
-    dtype = half_name("x", x)
+    dtype, rows = half_name("x", x), x.shape[0]
     size, features = weight.shape
     check("x", x, (None, features), weight.dtype, weight.device)
     check_rows("x", x)
     fits = size % (4 if gated else 2) == 0 and features % 8 == 0 and weight.data_ptr() % 16 == 0
-    if not weight.is_contiguous() or not fits or not x.shape[0]:
+    if not weight.is_contiguous() or not fits or not rows:
         raise ValueError(
             f"weight must be contiguous [{'multiple of 4' if gated else 'even'}, multiple of 8], at an address that is a"
-            f" multiple of 16, and x must have rows; got {list(weight.shape)} strides {weight.stride()} and {x.shape[0]} rows"
+            f" multiple of 16, and x must have rows; got {list(weight.shape)} strides {weight.stride()} and {rows} rows"
         )
-    chosen = choose_gemv(dtype, features, size, x.shape[0], _multiprocessors(weight.device), gated=gated, kind=kind)
     width = size // 2 if gated else size
-    out = torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
-    numbers = (x.shape[0], width, x.stride(0) // 2, width // 2)
-    run(chosen.kernel, x.device, (chosen.blocks, 1), out.data_ptr(), x.data_ptr(), weight.data_ptr(), *numbers)
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    tile = tile_for(weight, gated) if kind == "auto" and MMA_ROWS[-1] < rows <= MATMUL_ROWS else None
+    if tile is not None:
+        maps = matmul_maps(dtype, tile, x.data_ptr(), weight.data_ptr(), rows, size, features, 2 * x.stride(0))
+        numbers = rows, width, width // 2, -(-features // STEP), padded_rows(rows)
+        run(wgmma_matmul(dtype, tile), x.device, (tile.blocks(size), 1), out.data_ptr(), *maps, *numbers)
+        return out
+    chosen = choose_gemv(dtype, features, size, rows, _multiprocessors(weight.device), gated=gated, kind=kind)
+    pointers = out.data_ptr(), x.data_ptr(), weight.data_ptr()
+    run(chosen.kernel, x.device, (chosen.blocks, 1), *pointers, rows, width, x.stride(0) // 2, width // 2)
     return out
 
 

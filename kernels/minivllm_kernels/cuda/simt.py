@@ -152,6 +152,7 @@ class CudaKernel:
     threads: threads a block. min_blocks: blocks that must fit on a multiprocessor at once (bounds the registers; 0: free).
     shared_bytes: dynamic shared memory a block.
     hopper_only: it has instructions (wgmma, setmaxnreg) that compute capability 9.0 has and no later one.
+    cluster: neighbouring blocks that start together and reach each other's shared memory; a grid is a multiple of it.
     """
 
     name: str
@@ -161,6 +162,7 @@ class CudaKernel:
     min_blocks: int = 0
     shared_bytes: int = 0
     hopper_only: bool = False
+    cluster: int = 1
 
     def simulate(self, grid: tuple[int, int], *arguments: Any) -> None:
         """Run in numba's simulator; arrays are NumPy arrays of the pointed-to type, changed in place."""
@@ -186,7 +188,9 @@ class CudaKernel:
         )
         for index, kind in enumerate(self.signature.split()):
             text = _map_by_value(text, index) if kind == "map" else text
-        return _with_bounds(text if cc >= (9, 0) else _without_overlap(text), self.threads, self.min_blocks)
+        return _with_bounds(
+            text if cc >= (9, 0) else _without_overlap(text), self.threads, self.min_blocks, self.cluster
+        )
 
 
 def _without_overlap(text: str) -> str:
@@ -206,15 +210,24 @@ def _map_by_value(text: str, index: int) -> str:
     return re.sub(load, rf"mov.b64 \1, {found[1]};\n\tcvta.param.u64 \1, \1;", text)
 
 
-def _with_bounds(text: str, threads: int, min_blocks: int) -> str:
-    """Add launch bounds to the entry of a PTX text: ptxas fits its registers to them."""
+def _with_bounds(text: str, threads: int, min_blocks: int, cluster: int = 1) -> str:
+    """Add launch bounds to the entry of a PTX text: ptxas fits its registers to them, and the driver starts clusters."""
     at = text.index(")\n{", text.index(".visible .entry")) + 1
     bounds = f"\n.maxntid {threads}, 1, 1\n" + (f".minnctapersm {min_blocks}\n" if min_blocks else "")
+    bounds += f".explicitcluster\n.reqnctapercluster {cluster}, 1, 1\n" if cluster > 1 else ""
     return text[:at] + bounds + text[at:]
 
 
 def kernel(
-    signature: str, threads: int, name: str, min_blocks: int = 0, shared_bytes: int = 0, hopper_only: bool = False
+    signature: str,
+    threads: int,
+    name: str,
+    min_blocks: int = 0,
+    shared_bytes: int = 0,
+    hopper_only: bool = False,
+    cluster: int = 1,
 ) -> Callable[[Callable], CudaKernel]:
     """Decorator: describe a Python function as a kernel (see `CudaKernel`)."""
-    return lambda function: CudaKernel(name, function, signature, threads, min_blocks, shared_bytes, hopper_only)
+    return lambda function: CudaKernel(
+        name, function, signature, threads, min_blocks, shared_bytes, hopper_only, cluster
+    )

@@ -113,6 +113,20 @@ def wgmma_shared(dtype: str, n: int, a_steps: Sequence[int], b_steps: Sequence[i
     return _on_registers(wgmma_text(dtype, n, b_steps, a_steps), f"=f32:{n // 2}", "i64 i64")
 
 
+def wgmma_add(dtype: str, n: int) -> Any:
+    """(s, a, b, add): s[n / 2] += A B^T of a warpgroup for 64 columns, 64 x n; from zero if `add` is 0. Asynchronous."""
+    count, kind = n // 2, {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    sums, first = ",".join(f"${i}" for i in range(count)), 2 * count  # operand number of the first descriptor
+    lines = [f"{{ .reg .b64 a, b; .reg .pred p, yes; setp.ne.b32 p, ${first + 2}, 0; setp.eq.b32 yes, 0, 0;"]
+    lines.append("wgmma.fence.sync.aligned;")
+    for i, step in enumerate(base_descriptor(0, 4)):
+        lines.append(f"add.s64 a, ${first}, {step}; add.s64 b, ${first + 1}, {step};")
+        name = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
+        lines.append(f"{name} {{{sums}}}, a, b, {'yes' if i else 'p'}, 1, 1, 0, 0;")
+    text = "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
+    return _on_registers(text, f"+f32:{count}", "i64 i64 i32")
+
+
 def wgmma_registers(dtype: str, n: int, b_steps: Sequence[int]) -> Any:
     """(o, p, b): o[n / 2] += P V of a warpgroup, P in registers, V in shared memory by descriptor. Asynchronous."""
     return _on_registers(wgmma_text(dtype, n, b_steps), f"+f32:{n // 2} u32:{4 * len(b_steps)}", "i64")
@@ -144,8 +158,20 @@ mbarrier_wait = ptx(
 )
 
 _TMA = "cp.async.bulk.tensor.%dd.shared::cluster.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {%s}], [$2];"
+tma_load_2d = ptx(_TMA % (2, "$3,$4"), "", "i32 i64 i32 i32 i32", effect=True)
 tma_load_3d = ptx(_TMA % (3, "$3,$4,$5"), "", "i32 i64 i32 i32 i32 i32", effect=True)
 tma_load_4d = ptx(_TMA % (4, "$3,$4,$5,$6"), "", "i32 i64 i32 i32 i32 i32 i32", effect=True)
+prefetch_map = ptx("prefetch.tensormap [$0];", "", "i64", effect=True)
+
+cluster_arrive = ptx("barrier.cluster.arrive.relaxed.aligned;", effect=True)
+cluster_wait = ptx("barrier.cluster.wait.acquire.aligned;", effect=True)
+cluster_address = ptx("mapa.shared::cluster.u32 $0, $1, $2;", "i32", "i32 i32")
+cluster_store = ptx(
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$2,$3,$4,$5}, [$1];",
+    arguments="i32 i32 f32 f32 f32 f32",
+    effect=True,
+)
+lds128 = ptx("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "f32 f32 f32 f32", "i32", effect=True)
 
 more_registers = ptx("setmaxnreg.inc.sync.aligned.u32 216;", effect=True)
 fewer_registers = ptx("setmaxnreg.dec.sync.aligned.u32 72;", effect=True)

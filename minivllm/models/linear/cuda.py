@@ -22,8 +22,10 @@ from minivllm.models.linear.grouped import (
 from minivllm.models.linear.scaled import FP8, ScaledWeight, quantize_channels
 from minivllm.models.linear.unquantized import TorchLinear
 
-MOST_ROWS = 16
-"""Up to this many rows a matmul is that of `minivllm_kernels.cuda.gemv`; beyond, torch's."""
+MOST_ROWS = 64
+"""Up to this many rows a matmul is our kernel's, if `ops.most_rows` of the weight is not less; beyond, torch's."""
+QUANTIZED_ROWS = 16
+"""The same for a quantized weight."""
 
 
 def cuda_kernels() -> ModuleType:
@@ -51,9 +53,10 @@ class FewRowsLinear(TorchLinear):
             return f"the kernels take an even number of outputs and a multiple of 8 inputs, not {outputs} and {inputs}"
         return None
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether the matmul with x [T, inputs] is our kernel's."""
-        return 0 < x.shape[0] <= MOST_ROWS and "bias" not in self.weights
+    def takes(self, x: Tensor, gated: bool = False) -> bool:
+        """Whether the matmul with x [T, inputs], perhaps with `silu(gate) * up` at its end, is our kernel's."""
+        few = 0 < x.shape[0] <= MOST_ROWS and "bias" not in self.weights
+        return few and x.shape[0] <= cuda_kernels().most_rows(self.weights["weight"], gated)
 
     def apply(self, x: Tensor) -> Tensor:
         if not self.takes(x):
@@ -184,11 +187,11 @@ class CUDAPackedWeight(RepackedWeight):
             self.scales = torch.cat((self.scales, zero.contiguous().view(torch.int32)), -1)
 
     def apply(self, x: Tensor, matmul: Matmul = F.linear) -> Tensor:
-        """See `QuantizedWeight`. More than `MOST_ROWS` rows are multiplied by torch, with the weight written out in slices."""
+        """See `QuantizedWeight`. More than `QUANTIZED_ROWS` rows are multiplied by torch, with the weight written out in slices."""
         ops, outputs = cuda_kernels(), self._shape[0]
         if self.order is not None:
             x = (x if self.inputs is None else F.pad(x, (0, 1))).index_select(1, self.order)
-        if 0 < x.shape[0] <= MOST_ROWS:
+        if 0 < x.shape[0] <= QUANTIZED_ROWS:
             return ops.quantized_gemv(x, self.format, self.words, self.scales, outputs)
         out, each = [], max(AT_ONCE // self.format.features // TILE, 1) * TILE
         for first in range(0, outputs, each):

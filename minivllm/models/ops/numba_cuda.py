@@ -58,7 +58,7 @@ class NumbaCudaOps(TorchOps):
         if activation not in ("silu", "swish"):
             return TorchOps.gated_linear(self, x, gate_up, activation)
         method = gate_up.method if type(gate_up) is Linear else None
-        if type(method) is FewRowsLinear and method.takes(x) and method.weight.shape[0] % 16 == 0:
+        if type(method) is FewRowsLinear and method.takes(x, gated=True) and method.weight.shape[0] % 16 == 0:
             return cuda_kernels().gemv(x, method.weight, gated=True)
         both = gate_up(x)
         if both.shape[1] % 16:
