@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from minivllm.core.clock import VirtualClock
 from minivllm.core.config import EngineArgs
+from minivllm.core.scheduler import VirtualClock
 from minivllm.core.trace import Trace
 from minivllm.engine.llm_engine import LLMEngine
 from minivllm.sampling.params import SamplingParams

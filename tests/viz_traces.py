@@ -4,11 +4,10 @@ import random
 
 from scheduling import fake_model, kv_config
 
-from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.request import Request
-from minivllm.core.scheduler import Scheduler, Swap
+from minivllm.core.scheduler import Scheduler, Swap, VirtualClock
 from minivllm.core.trace import Trace
 
 

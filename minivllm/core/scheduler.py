@@ -2,13 +2,14 @@
 
 # Generated from nbs/core/scheduler.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import math
+import time
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from minivllm.core.adapter_slots import AdapterSlots
 from minivllm.core.block_pool import KVCacheBlock
-from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import CacheConfig, KVCacheConfig, SchedulerConfig, tokens_held
 from minivllm.core.encoder_cache import EncoderCacheManager, MultiModalFeatureSpec
 from minivllm.core.kv_cache import CacheHit, KVCacheManager
@@ -44,6 +45,42 @@ class Swap:
 
 
 Preemption = Recompute | Swap
+
+
+class Clock(Protocol):
+    """Something that tells the time in seconds."""
+
+    def now(self) -> float: ...
+
+
+class WallClock:
+    """Seconds since ``start`` on the machine's monotonic clock, which all its processes share; None: since the clock was made."""
+
+    def __init__(self, start: float | None = None) -> None:
+        self.start = time.perf_counter() if start is None else start
+
+    def now(self) -> float:
+        return time.perf_counter() - self.start
+
+
+class VirtualClock:
+    """A clock that stands still until it is told to move."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Move forward. Raises ValueError for a step that is negative or not finite."""
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"a clock can only go forward, by a finite time: advance({seconds})")
+        self._now += seconds
+
+    def advance_to(self, moment: float) -> None:
+        """Move to a moment, unless it has passed already."""
+        self._now = max(self._now, moment)
 
 
 @dataclass(slots=True)

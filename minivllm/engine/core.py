@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import EngineConfig
 from minivllm.core.kv_connector import make_connector
 from minivllm.core.kv_events import KVEventTap
 from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.core.policy import Policy
 from minivllm.core.request import FinishReason, Request
-from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
+from minivllm.core.scheduler import Clock, Preemption, Recompute, Scheduler, Swap, WallClock
 from minivllm.core.trace import Trace
 from minivllm.core.trace_files import TraceWriter
 from minivllm.engine.kv_publisher import KVEventPublisher

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
-from minivllm.core.clock import WallClock
 from minivllm.core.config import EngineArgs, EngineConfig
 from minivllm.core.kv_connector import make_connector
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.plugins import load_plugins
 from minivllm.core.request import FinishReason, Request
+from minivllm.core.scheduler import WallClock
 from minivllm.engine.core import EngineCore, no_step
 from minivllm.engine.llm_engine import LLMEngine, load_tokenizer, warm_up
 from minivllm.engine.wire import Channel, from_columns, in_columns

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from minivllm.core.clock import WallClock
 from minivllm.core.config import EngineArgs
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.ray_cluster import cluster_environment, join_cluster, leave_cluster
 from minivllm.core.request import Request
 from minivllm.core.routing import ROUTERS, PrefixAware, Replica, Router, route
+from minivllm.core.scheduler import WallClock
 from minivllm.engine.core import next_version, no_step
 from minivllm.engine.core_process import EngineCoreClient, RemoteCore
 from minivllm.runtime.weights import Weights, as_path

@@ -11,11 +11,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from minivllm.attention.select import make_backend
-from minivllm.core.clock import Clock, WallClock
 from minivllm.core.config import EngineArgs, EngineConfig
 from minivllm.core.output import NewRequestData, SchedulerOutput
 from minivllm.core.policy import Policy
-from minivllm.core.scheduler import Preemption, Swap
+from minivllm.core.scheduler import Clock, Preemption, Swap, WallClock
 from minivllm.core.trace import Trace
 from minivllm.engine.core import EngineCore
 from minivllm.engine.input_processor import InputProcessor, ProcessedInput, PromptType, RequestOptions

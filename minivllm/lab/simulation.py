@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, EngineConfig, KVCacheConfig, KVCacheGroup, KVCacheSpec, SchedulerConfig
 from minivllm.core.kv_connector import KVConnector
 from minivllm.core.output import EngineCoreOutput, ModelRunnerOutput, SchedulerOutput
 from minivllm.core.plugins import load_plugins
 from minivllm.core.policy import POLICIES, Combined, Policy, combine
 from minivllm.core.request import FinishReason
-from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap
+from minivllm.core.scheduler import Preemption, Recompute, Scheduler, Swap, VirtualClock
 from minivllm.core.trace import Event, Trace
 from minivllm.lab.cost import CostModel, Roofline, Speculative, known
 from minivllm.lab.executor import DraftingExecutor, Executor, FakeExecutor

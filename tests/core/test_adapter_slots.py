@@ -7,12 +7,11 @@ import pytest
 from scheduling import Driver, LateDriver, fake_model
 
 from minivllm.core.adapter_slots import AdapterSlots
-from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import FCFS, AdapterFairShare, FairShare, LongestPrefixMatch, Priority, ShortestFirst
 from minivllm.core.request import FinishReason, Request
-from minivllm.core.scheduler import Recompute, Scheduler, Swap
+from minivllm.core.scheduler import Recompute, Scheduler, Swap, VirtualClock
 
 
 def make(loras=2, policy=None, preemption=None, blocks=60, seqs=8, budget=32, **config):

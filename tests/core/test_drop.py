@@ -9,10 +9,9 @@ from tiny_models import tiny_model_path  # noqa: F401
 from minivllm import LLM, SamplingParams
 from minivllm.attention.reference import ReferenceBackend
 from minivllm.attention.select import register_backend
-from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.request import Request
-from minivllm.core.scheduler import Recompute, Scheduler, Swap
+from minivllm.core.scheduler import Recompute, Scheduler, Swap, VirtualClock
 
 
 @pytest.mark.parametrize("preemption", [Recompute(), Swap(20)])

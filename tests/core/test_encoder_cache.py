@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 from scheduling import Driver, LateDriver
 
-from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.encoder_cache import MultiModalFeatureSpec, PlaceholderRange
 from minivllm.core.events import Fold
 from minivllm.core.request import Request
-from minivllm.core.scheduler import Recompute, Scheduler, Swap
+from minivllm.core.scheduler import Recompute, Scheduler, Swap, VirtualClock
 from minivllm.core.trace import Trace
 from minivllm.lab.workload import recorded_requests
 

@@ -9,11 +9,10 @@ import pytest
 from scheduling import Driver
 
 from minivllm.core.block_pool import BlockPool
-from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.policy import FCFS, LFU, DeepestFirst, FairShare, Policy, PolicyError, View, Watchdog, combine
 from minivllm.core.request import Request
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler import Scheduler, VirtualClock
 from minivllm.lab import Constant, simulate
 from minivllm.lab.hits import real_hits
 from minivllm.lab.simulation import policy_of

@@ -5,7 +5,6 @@ import random
 import pytest
 from scheduling import Driver, fake_model
 
-from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import (
@@ -20,7 +19,7 @@ from minivllm.core.policy import (
     View,
 )
 from minivllm.core.request import FinishReason, Request
-from minivllm.core.scheduler import Recompute, Scheduler, Swap
+from minivllm.core.scheduler import Recompute, Scheduler, Swap, VirtualClock
 
 
 def make(

@@ -8,12 +8,11 @@ import re
 import pytest
 from scheduling import fake_model, kv_config
 
-from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.events import SCHEMA, EventReader, Fold, FoldReader, named, read
 from minivllm.core.policy import FairShare
 from minivllm.core.request import Request
-from minivllm.core.scheduler import Scheduler, Swap
+from minivllm.core.scheduler import Scheduler, Swap, VirtualClock
 from minivllm.core.trace import Trace, TraceError
 from minivllm.core.trace_files import TraceFileError
 

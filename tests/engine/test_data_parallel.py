@@ -13,14 +13,13 @@ from ranks import GREEDY, PROMPTS, SIZES
 from safetensors.torch import load_file
 from tiny_models import tiny_model_path
 
-from minivllm.core.clock import WallClock
 from minivllm.core.config import CacheConfig, EngineArgs, SchedulerConfig
 from minivllm.core.module import capture_problem
 from minivllm.core.output import EngineCoreOutput
 from minivllm.core.ray_cluster import cluster_folder
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.routing import LeastLoaded, RoundRobin
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler import Scheduler, WallClock
 from minivllm.core.trace import Trace
 from minivllm.engine.async_llm import AsyncLLM
 from minivllm.engine.core import next_version

@@ -11,8 +11,7 @@ from minivllm.lab.readers import register_reader
 from minivllm.lab.workload import Workload, WorkloadRequest
 from minivllm.lora.adapter import LoRARequest
 from minivllm.lora.resolver import register_lora_resolver
-from minivllm.models.linear.layer import register_linear_method, register_quantization
-from minivllm.models.linear.unquantized import TorchLinear
+from minivllm.models.linear.layer import TorchLinear, register_linear_method, register_quantization
 from minivllm.models.spec import ConfigReader, DecoderSpec, family, llama
 from minivllm.runtime.executor import UniProcExecutor
 from minivllm.runtime.executors.select import register_executor

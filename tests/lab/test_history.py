@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling import fake_model, kv_config
 
-from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
 from minivllm.core.output import ModelRunnerOutput
 from minivllm.core.policy import (
@@ -24,7 +23,7 @@ from minivllm.core.policy import (
     combine,
 )
 from minivllm.core.request import FinishReason, Request
-from minivllm.core.scheduler import Recompute, Scheduler, Swap
+from minivllm.core.scheduler import Recompute, Scheduler, Swap, VirtualClock
 from minivllm.core.trace import Trace
 from minivllm.lab import CostModel, ReplayDivergence, diff, fork, replay, simulate
 from minivllm.lab.cost import Constant, Roofline

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.core.clock import VirtualClock
+from minivllm.core.scheduler import VirtualClock
 from minivllm.lab import read_workload, simulate
 from minivllm.lab.cost import Constant
 from minivllm.lab.readers import WorkloadFileError, _json_items, read_sharegpt, split_into_tokens, tell_format

@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "step_depth.py"
-FUNCTIONS, FILES, DEPTH = 60, 22, 12
+FUNCTIONS, FILES, DEPTH = 60, 20, 12
 
 
 def load_benchmark():

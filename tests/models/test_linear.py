@@ -7,8 +7,14 @@ import torch.nn.functional as F
 from minivllm.models.linear import cpu as cpu_linear
 from minivllm.models.linear import layer as linear_layer
 from minivllm.models.linear.choose import explain_linear_method
-from minivllm.models.linear.layer import QUANTIZED, Linear, linear_method_names, make_linear_method, method_or_torch
-from minivllm.models.linear.unquantized import TorchLinear
+from minivllm.models.linear.layer import (
+    QUANTIZED,
+    Linear,
+    TorchLinear,
+    linear_method_names,
+    make_linear_method,
+    method_or_torch,
+)
 from minivllm_kernels.cpu.matmul import layout
 from minivllm_kernels.cpu.matmul.layout import host_tiles
 

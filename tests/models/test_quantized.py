@@ -13,10 +13,9 @@ from minivllm.core.config import GROUP_SIZES, INTEGER_BITS, QUANTIZATIONS, WEIGH
 from minivllm.models.linear import layer as linear_layer
 from minivllm.models.linear.choose import explain_linear_method
 from minivllm.models.linear.grouped import GroupedWeight
-from minivllm.models.linear.layer import Linear, register_quantization
+from minivllm.models.linear.layer import Linear, TorchLinear, register_quantization
 from minivllm.models.linear.quantized import CPUScaledWeight, PackedWeight, quantize
 from minivllm.models.linear.scaled import FP8, LARGEST, ScaledWeight, round_to, scale_of
-from minivllm.models.linear.unquantized import TorchLinear
 from minivllm.models.loading import load_model
 from minivllm_kernels.cpu.matmul.layout import FEW, host_tiles
 

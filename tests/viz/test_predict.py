@@ -3,9 +3,8 @@
 import pytest
 from viz_traces import make_trace
 
-from minivllm.core.clock import VirtualClock
 from minivllm.core.config import CacheConfig, SchedulerConfig
-from minivllm.core.scheduler import Scheduler
+from minivllm.core.scheduler import Scheduler, VirtualClock
 from minivllm.viz import Predict
 from minivllm.viz.predict import KINDS, questions
 

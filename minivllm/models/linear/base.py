@@ -40,19 +40,24 @@ class LinearMethod(Module):
         """Why this method cannot multiply with a weight [outputs, inputs], or None."""
         return None
 
-    @abstractmethod
     def create_weights(
         self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Make room in `weights` for what the checkpoint holds."""
+        """Make room in `weights` for what the checkpoint holds; here a whole weight, and a bias."""
+        self.weights = {"weight": empty_weight(outputs, inputs, dtype, device)}
+        if bias:
+            self.weights["bias"] = torch.empty(outputs, dtype=dtype, device=device)
 
-    @abstractmethod
     def process_weights_after_loading(self) -> None:
-        """Pack, quantize or check what was loaded. May be called again after the same weights were loaded anew."""
+        """Pack, quantize or check what was loaded; here nothing. May be called again after the same weights were loaded anew."""
 
     @abstractmethod
     def apply(self, x: Tensor) -> Tensor:
         """x [T, inputs] to [T, outputs]."""
+
+    def together(self, methods: "Sequence[LinearMethod]") -> "GroupedLinear | None":
+        """A function that multiplies with the weights of all `methods` (of one shape) in one launch; None if there is no such kernel."""
+        return None
 
     def replaced(self, method: "LinearMethod") -> "LinearMethod":
         """What the layer has when `method` takes this one's place: `method`, or a wrapper that goes on around it."""
@@ -63,14 +68,10 @@ class LinearMethod(Module):
         """Itself, or what a wrapper goes around."""
         return self
 
-    def together(self, methods: "Sequence[LinearMethod]") -> "GroupedLinear | None":
-        """A function that multiplies with the weights of all `methods` (of one shape) in one launch; None if there is no such kernel."""
-        return None
-
     @property
-    @abstractmethod
     def weight(self) -> Tensor:
         """[outputs, inputs] in the dtype of the model: what it multiplies with, a copy if it is kept in another form."""
+        return self.weights["weight"]
 
     @property
     def bias(self) -> Tensor | None:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.models.linear.base import GroupedLinear, LinearMethod
-from minivllm.models.linear.unquantized import TorchLinear
 from minivllm_kernels.cpu.matmul.layout import (
     TILE,
     GroupedMatmul,
@@ -126,7 +125,7 @@ def explain(dtype: torch.dtype) -> str:
     return f"up to {limit} rows numba{unit}{large}, more rows {then}"
 
 
-class CPULinear(TorchLinear):
+class CPULinear(LinearMethod):
     """The faster matmul for each number of rows. A row's rounding depends on which one it was.
 
     A bf16 weight is packed in oneDNN's order, which the numba kernel reads too, and is kept only so.

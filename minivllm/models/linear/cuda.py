@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.models.linear.base import LinearMethod
 from minivllm.models.linear.grouped import (
     GroupedWeight,
     Matmul,
@@ -20,7 +21,6 @@ from minivllm.models.linear.grouped import (
     unpack_nibbles,
 )
 from minivllm.models.linear.scaled import FP8, ScaledWeight, quantize_channels
-from minivllm.models.linear.unquantized import TorchLinear
 
 MOST_ROWS = 64
 """Up to this many rows a matmul is our kernel's, if `ops.most_rows` of the weight is not less; beyond, torch's."""
@@ -35,7 +35,7 @@ def cuda_kernels() -> ModuleType:
     return ops
 
 
-class FewRowsLinear(TorchLinear):
+class FewRowsLinear(LinearMethod):
     """Our kernel for few rows, torch's matmul for more, and for a layer with a bias."""
 
     capturable = True
@@ -60,7 +60,7 @@ class FewRowsLinear(TorchLinear):
 
     def apply(self, x: Tensor) -> Tensor:
         if not self.takes(x):
-            return super().apply(x)
+            return F.linear(x, self.weights["weight"], self.weights.get("bias"))
         return cuda_kernels().gemv(x, self.weights["weight"])
 
 
@@ -246,7 +246,7 @@ class CUDAStoredLinear(StoredLinear):
             self.values = [packed(value, self.dtype) for value in self.values]
 
 
-class FP8Linear(TorchLinear):
+class FP8Linear(LinearMethod):
     """A weight that is rounded to fp8 when it is loaded. Where no kernel of a GPU takes it, activations are rounded, too, token by token."""
 
     capturable = True

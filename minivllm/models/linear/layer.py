@@ -1,4 +1,4 @@
-"""Linear layers fused at load, their shards, and the registry of linear methods."""
+"""Linear layers fused at load, their shards, torch's matmul, and the registry of linear methods."""
 
 # Generated from nbs/models/linear/layer.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -8,22 +8,32 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.config import INTEGER_BITS, QUANTIZATIONS, WEIGHT_BITS
 from minivllm.core.module import Module
 from minivllm.models.linear.base import LinearMethod
+from minivllm.models.linear.batch_invariant import BatchInvariantLinear, matmul_by_tiles
 from minivllm.models.linear.grouped import QuantizedWeight, StoredLinear
-from minivllm.models.linear.unquantized import matmul_by_tiles
 from minivllm.models.parallel import Piece, Share, TensorGroup
 
 QUANTIZED = tuple(f"{how}{name}" for how in ("", "torch_", "invariant_") for name in INTEGER_BITS)
 """Methods that round a weight to 8 bits, or to 4 with a scale for every group of inputs, when it is loaded."""
 
 
+class TorchLinear(LinearMethod):
+    """torch's own matmul, for any weight on any device. Its rounding may depend on the number of rows."""
+
+    capturable = True
+
+    def apply(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weights["weight"], self.weights.get("bias"))
+
+
 _METHODS: dict[str, str | Callable[[], LinearMethod]] = {
-    "torch": "minivllm.models.linear.unquantized:TorchLinear",
-    "batch_invariant": "minivllm.models.linear.unquantized:BatchInvariantLinear",
+    "torch": TorchLinear,
+    "batch_invariant": BatchInvariantLinear,
     "cpu": "minivllm.models.linear.cpu:CPULinear",
     "cpu_invariant": "minivllm.models.linear.cpu:CPUInvariantLinear",
     "gemv": "minivllm.models.linear.cuda:FewRowsLinear",

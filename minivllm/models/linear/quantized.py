@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minivllm.models.linear.base import LinearMethod
+from minivllm.models.linear.batch_invariant import matmul_by_tiles
 from minivllm.models.linear.cpu import few_rows_matmul
 from minivllm.models.linear.grouped import (
     GroupedWeight,
@@ -21,7 +23,6 @@ from minivllm.models.linear.grouped import (
     unpack_nibbles,
 )
 from minivllm.models.linear.scaled import FP8, ScaledWeight
-from minivllm.models.linear.unquantized import TorchLinear, matmul_by_tiles
 from minivllm_kernels.cpu.compile import host_lanes, kernel, pack
 from minivllm_kernels.cpu.matmul.layout import (
     FEW,
@@ -331,7 +332,7 @@ class CPUStoredLinear(StoredLinear):
         return out if bias is None or isinstance(self.values[index], RepackedWeight) else out + bias.to(out.dtype)
 
 
-class QuantizedLinear(TorchLinear):
+class QuantizedLinear(LinearMethod):
     """A weight of 8 or 4 bits, rounded when it is loaded, and multiplied by the CPU's kernel: see `PackedWeight`.
 
     Args:

@@ -14,8 +14,7 @@ from torch import Tensor
 from minivllm.core.module import ModuleList, capture_problem, generation
 from minivllm.models.linear.base import GroupedLinear
 from minivllm.models.linear.cuda import FewRowsLinear
-from minivllm.models.linear.layer import Linear
-from minivllm.models.linear.unquantized import TorchLinear
+from minivllm.models.linear.layer import Linear, TorchLinear
 from minivllm.models.mixers.base import Builder, LinearSpec, Mixer, MixerSpec, build_mixer, register_mixer
 from minivllm.models.mixers.mlp import ClampedMLP, GatedMLP, GatedMLPSpec
 from minivllm.models.parallel import Share, SplitBlock
