@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from minivllm.attention.backend import AttentionBackend, AttentionSpec
+from minivllm.core.plugins import register
 
 _BACKENDS: dict[str, str | Callable[[], AttentionBackend]] = {
     "reference": "minivllm.attention.reference:ReferenceBackend",
@@ -36,14 +37,15 @@ def register_backend(name: str, make: str | Callable[[], AttentionBackend], *, a
 
     Raises:
         ValueError: the name is taken, or `auto_before` is unknown.
+        TypeError: `make` is neither.
     """
-    if name in _BACKENDS or name == "auto":
-        raise ValueError(f"attention backend {name!r} exists already")
+    if name == "auto":
+        raise ValueError("attention backend 'auto' exists already")
+    if auto_before is not None and auto_before not in _AUTO_ORDER:
+        raise ValueError(f"auto_before={auto_before!r} must be one of {', '.join(_AUTO_ORDER)}")
+    register(_BACKENDS, "attention backend", name, make, AttentionBackend, by_name=True)
     if auto_before is not None:
-        if auto_before not in _AUTO_ORDER:
-            raise ValueError(f"auto_before={auto_before!r} must be one of {', '.join(_AUTO_ORDER)}")
         _AUTO_ORDER.insert(_AUTO_ORDER.index(auto_before), name)
-    _BACKENDS[name] = make
 
 
 def make_backend(name: str) -> AttentionBackend:

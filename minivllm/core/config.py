@@ -84,9 +84,18 @@ _BUILT_IN = ("full", "sliding_window", "chunked_local", "latent", "encoder_only"
 
 
 def register_kv_cache_kind(name: str, rules: KVCacheRules) -> None:
-    """Make `KVCacheSpec(kind=name)` possible. A kind of one's own may be registered again, a built-in one may not."""
+    """Make `KVCacheSpec(kind=name)` possible. A kind of one's own may be registered again, a built-in one may not.
+
+    Raises:
+        ValueError: the name is that of a built-in kind.
+        TypeError: `rules` is no `KVCacheRules` object.
+    """
     if name in _BUILT_IN and name in KV_CACHE_KINDS:
         raise ValueError(f"the KV cache kind {name!r} is built in; register another name")
+    if not isinstance(rules, KVCacheRules):
+        raise TypeError(
+            f"KV cache kind {name!r}: expected an object of a class that inherits from KVCacheRules, got {rules!r}"
+        )
     KV_CACHE_KINDS[name] = rules
 
 

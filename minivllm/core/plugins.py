@@ -7,8 +7,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -83,3 +84,59 @@ def describe_plugins() -> str:
     rows.insert(0, ("name", "package", "entry point", "state"))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join("  ".join([*(f"{x:<{n}}" for x, n in zip(row, widths, strict=False)), row[3]]) for row in rows)
+
+
+def check_class(what: str, cls: Any, base: type, also: str = "") -> None:
+    """Raise TypeError unless `cls` is a class that inherits from `base`. `what`, `also`: for the error."""
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        kind = "a class" if base is object else f"a class that inherits from {base.__name__}"
+        raise TypeError(f"{what}: expected {kind}{also}, got {cls!r}")
+
+
+def check_maker(what: str, make: Any, base: type = object) -> None:
+    """Raise TypeError unless `make` is a class that inherits from `base`, or a function."""
+    if isinstance(make, type) or not callable(make):
+        check_class(what, make, base, ", or a function that makes one")
+
+
+def register(
+    known: dict[str, Any], what: str, name: str, make: Any, base: type = object, *, by_name: bool = False
+) -> None:
+    """Enter what makes a `what`, such as a policy, into a registry under a name.
+
+    Args:
+        known: the registry.
+        make: a class that inherits from `base`, or a function.
+        by_name: it may also be `"module:name"`, to be imported when it is first wanted.
+
+    Raises:
+        ValueError: the name is taken.
+        TypeError: the name is no text, or `make` is none of these.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a {what} must be text, got {name!r}")
+    if name in known:
+        raise ValueError(f"{what} {name!r} exists already")
+    if not (by_name and isinstance(make, str) and ":" in make):
+        check_maker(f"{what} {name!r}", make, base)
+    known[name] = make
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def registering(known: dict[str, Any], base: type, names: tuple[str, ...]) -> Callable[[Class], Class]:
+    """A class decorator that enters a class under some names, in the place of what has them.
+
+    Raises:
+        TypeError: no names, or one that is no text; later: what is decorated is no class that inherits from `base`.
+    """
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"a {base.__name__} is registered under names in parentheses, got {names}")
+
+    def register(cls: Class) -> Class:
+        check_class(", ".join(names), cls, base)
+        known.update(dict.fromkeys(names, cls))
+        return cls
+
+    return register

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from minivllm.core.block_pool import BlockPool, KVCacheBlock
 from minivllm.core.events import EventReader
+from minivllm.core.plugins import register
 from minivllm.core.request import Request, RequestStatus
 
 __all__ = [
@@ -470,10 +471,9 @@ def register_policy(name: str, make: Callable[..., Policy]) -> None:
 
     Raises:
         ValueError: the name is taken.
+        TypeError: `make` is neither.
     """
-    if name in POLICIES:
-        raise ValueError(f"policy {name!r} exists already")
-    POLICIES[name] = make
+    register(POLICIES, "policy", name, make, Policy)
 
 
 def ignores_priority(policy: Policy | str) -> bool:

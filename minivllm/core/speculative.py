@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from minivllm.core.plugins import register
+
 _ANY = ("method", "num_speculative_tokens", "dynamic_length", "rejection_sample_method", "synthetic_acceptance_rate")
 _SUFFIX = ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
 METHODS: dict[str, tuple[str, ...]] = {
@@ -28,10 +30,12 @@ def register_proposer(method: str, make: Callable[[SpeculativeConfig], Any]) -> 
 
     Raises:
         ValueError: the name is taken.
+        TypeError: `make` is neither a class nor a function.
     """
     if method in METHODS:
         raise ValueError(f"speculative method {method!r} exists already")
-    METHODS[method], PROPOSERS[method] = (), make
+    register(PROPOSERS, "speculative method", method, make)
+    METHODS[method] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

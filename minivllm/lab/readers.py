@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from minivllm.core.plugins import load_plugins
+from minivllm.core.plugins import check_maker, load_plugins
 from minivllm.core.trace import Trace
 from minivllm.lab.workload import Workload, WorkloadRequest, text
 
@@ -376,9 +376,12 @@ def register_reader(format: str, recognizes: Callable[[str], bool], read: Callab
 
     Raises:
         ValueError: the name is taken.
+        TypeError: `recognizes` or `read` is no function.
     """
     if format in _FORMATS or format in _READERS:
         raise ValueError(f"workload format {format!r} exists already")
+    for function in (recognizes, read):
+        check_maker(f"workload format {format!r}", function)
     _READERS[format] = recognizes, read
 
 

@@ -187,6 +187,7 @@ class Workload:
 
     def head(self, num_requests: int) -> Workload:
         """The first requests, with their follow-ups."""
+        _check_count("head: num_requests", num_requests)
         return self._wrap(self.name, lambda inner: islice(inner, num_requests))
 
     def faster(self, factor: float) -> Workload:
@@ -287,6 +288,12 @@ def _change(request: WorkloadRequest, change: Callable[[WorkloadRequest], Worklo
     return replace(change(request), follow_up=changed)
 
 
+def _check_count(name: str, count: int, least: int = 0) -> None:
+    """Raise ValueError unless a parameter is a whole number, at least `least`."""
+    if not isinstance(count, int | np.integer) or count < least:
+        raise ValueError(f"{name} must be a whole number, at least {least}, got {count!r}")
+
+
 def _moments(rate: float, burstiness: float, seed: int) -> Callable[[], Iterator[float]]:
     """Arrival times without end: gaps of mean 1 / rate, drawn from a gamma distribution."""
     if not rate > 0:
@@ -317,6 +324,8 @@ Lengths = int | tuple[int, int] | Callable[[np.random.Generator], int]
 
 def lognormal(median: float, sigma: float, most: int) -> Callable[[np.random.Generator], int]:
     """Lengths around a median with a long tail. `sigma` is the spread of their logarithm; none is below 1 or above `most`."""
+    if not (median > 0 and sigma >= 0 and most >= 1):
+        raise ValueError(f"lognormal needs median > 0, sigma >= 0 and most >= 1, got {median}, {sigma} and {most}")
     mean = math.log(median)
     return lambda generator: min(most, max(1, round(generator.lognormal(mean, sigma))))
 
@@ -329,10 +338,12 @@ def _drawing(name: str, lengths: Lengths) -> Callable[[np.random.Generator], int
     """A function that draws a length, at least 1."""
     if callable(lengths):
         return lengths
-    low, high = (lengths, lengths) if isinstance(lengths, int) else lengths
-    if not 1 <= low <= high:
-        raise ValueError(f"{name} must be at least 1, or a pair (low, high) with 1 <= low <= high; got {lengths!r}")
-    return lambda generator: int(generator.integers(low, high + 1))
+    match lengths:
+        case (int() | np.integer() as low, int() | np.integer() as high) if 1 <= low <= high:
+            return lambda generator: int(generator.integers(low, high + 1))
+        case int() | np.integer() as length if length >= 1:
+            return lambda generator: int(generator.integers(length, length + 1))
+    raise ValueError(f"{name} must be at least 1, or a pair (low, high) with 1 <= low <= high; got {lengths!r}")
 
 
 def poisson(
@@ -349,6 +360,8 @@ def poisson(
         num_users: requests are dealt to this many users at random.
         seed: same seed, same workload.
     """
+    _check_count("num_requests", num_requests)
+    _check_count("num_users", num_users, 1)
     draw_prompt, draw_output = _drawing("prompt_tokens", prompt_tokens), _drawing("output_tokens", output_tokens)
     moments = _moments(rate, burstiness, seed)
 
@@ -382,8 +395,10 @@ def shared_prefix(
     """
     draw_prefix, draw_output = _drawing("prefix_tokens", prefix_tokens), _drawing("output_tokens", output_tokens)
     draw_prompt, moments = _drawing("prompt_tokens", prompt_tokens), _moments(rate, burstiness, seed)
-    if num_prefixes < 1:
-        raise ValueError(f"num_prefixes must be at least 1, got {num_prefixes}")
+    _check_count("num_requests", num_requests)
+    _check_count("num_prefixes", num_prefixes, 1)
+    if not math.isfinite(skew):
+        raise ValueError(f"skew must be finite, got {skew}")
 
     def make(_: Workload) -> Iterator[WorkloadRequest]:
         lengths = np.random.default_rng([seed, 2])
@@ -413,6 +428,7 @@ def chat(
         think_time: mean seconds from an answer to the next question, exponentially distributed.
         system_tokens: length of a beginning that all conversations share.
     """
+    _check_count("num_sessions", num_sessions)
     moments = _moments(rate, burstiness, seed)
     start = _conversation(turns, think_time, system_tokens, prompt_tokens, output_tokens, seed)
     return Workload(
@@ -426,6 +442,7 @@ def closed_loop(
     output_tokens: Lengths = ANSWERS, *, seed: int = 0,
 ) -> Workload:  # fmt: skip
     """Users who ask, wait for the answer, think, and ask something else. All begin at time 0."""
+    _check_count("num_users", num_users)
     start = _conversation(requests_per_user, think_time, 0, prompt_tokens, output_tokens, seed, remember=False)
     return Workload(f"{num_users} users in a closed loop", lambda _: (start(s, 0.0) for s in range(num_users)))
 
@@ -438,6 +455,7 @@ def _conversation(
     seed: int, remember: bool = True,
 ) -> Callable[[int, float], WorkloadRequest]:  # fmt: skip
     """A function that starts the s-th conversation at a moment. Without `remember`, a turn's prompt is its own message alone."""
+    _check_count("system_tokens", system_tokens)
     draw_turns = _drawing("turns", turns)
     draw_prompt, draw_output = _drawing("prompt_tokens", prompt_tokens), _drawing("output_tokens", output_tokens)
     if not 0 <= think_time < math.inf:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from minivllm.core.plugins import register
 from minivllm.lora.adapter import CONFIG, WEIGHTS, LoRARequest
 
 logger = logging.getLogger("minivllm.lora")
@@ -92,10 +93,9 @@ def register_lora_resolver(kind: str, make: Callable[[str], LoRAResolver]) -> No
 
     Raises:
         ValueError: the name is taken.
+        TypeError: `make` is neither a class nor a function.
     """
-    if kind in _RESOLVERS:
-        raise ValueError(f"LoRA resolver {kind!r} exists already")
-    _RESOLVERS[kind] = make
+    register(_RESOLVERS, "LoRA resolver", kind, make)
 
 
 def make_resolvers(given: Sequence[str]) -> list[LoRAResolver]:

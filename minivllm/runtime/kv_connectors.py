@@ -36,6 +36,7 @@ from minivllm.core.kv_connector import (
     take_extra,
 )
 from minivllm.core.output import KVConnectorMetadata
+from minivllm.core.plugins import check_maker, register
 from minivllm.models.parallel import Share, TensorGroup
 
 logger = logging.getLogger("minivllm.runtime")
@@ -452,10 +453,11 @@ def register_kv_connector(name: str, scheduler_side: type[KVConnector], worker_s
 
     Raises:
         ValueError: the name is taken.
+        TypeError: `scheduler_side` does not inherit from `KVConnector`, or `worker_side` is neither a class nor a function.
     """
-    if name in CONNECTORS:
-        raise ValueError(f"KV connector {name!r} exists already")
-    CONNECTORS[name], _WORKERS[name] = scheduler_side, worker_side
+    check_maker(f"worker side of KV connector {name!r}", worker_side)
+    register(CONNECTORS, "KV connector", name, scheduler_side, KVConnector)
+    _WORKERS[name] = worker_side
 
 
 def make_connector_worker(

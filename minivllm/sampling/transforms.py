@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minivllm.core.plugins import check_maker
 from minivllm.sampling.params import InvalidParameter, SamplingParams
 from minivllm.sampling.state import RequestView, SamplingBatch
 
@@ -498,7 +499,11 @@ def register_transform(name: str, make: Callable[..., Transform]) -> None:
     Args:
         name: the key in `extra_args`.
         make: called for each request with the value (a dict as keywords); returns a transform of a row. Raises ValueError for a bad value.
+
+    Raises:
+        TypeError: `make` is neither a class nor a function.
     """
+    check_maker(f"transform {name!r}", make)
     TRANSFORMS[name] = make
 
 

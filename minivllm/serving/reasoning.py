@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from minivllm.core.plugins import registering
 from minivllm.sampling.grammar import special_token_ids
 from minivllm.serving.tool_parsers import held_back
 from minivllm.serving.tools import literal
@@ -86,13 +87,8 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {}
 
 
 def register_reasoning_parser(*names: str) -> Callable[[Parser], Parser]:
-    """Class decorator: make a `ReasoningParser` known under these names."""
-
-    def register(cls: Parser) -> Parser:
-        REASONING_PARSERS.update(dict.fromkeys(names, cls))
-        return cls
-
-    return register
+    """Class decorator: make a `ReasoningParser` known under these names. Raises TypeError for what is none."""
+    return registering(REASONING_PARSERS, ReasoningParser, names)
 
 
 @register_reasoning_parser("qwen3")

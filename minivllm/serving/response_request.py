@@ -94,7 +94,8 @@ class ReasoningItem(InputItem):
 Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
 _ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[Item])
 
-_HOSTED = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
+# Codex offers one with every request, so it is left out of them; all other hosted tools are refused
+_LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
 
 
 class ResponseFunctionTool(FunctionDefinition):
@@ -106,7 +107,7 @@ class ResponseFunctionTool(FunctionDefinition):
     @classmethod
     def _is_a_function(cls, data: Any) -> Any:
         if isinstance(data, dict) and data.get("type") != "function":
-            raise ValueError(f"type must be 'function', got {data.get('type')!r}; nothing else can be called here")
+            raise ValueError(f"type must be 'function' (or 'web_search', which is left out), got {data.get('type')!r}")
         return data
 
 
@@ -227,9 +228,11 @@ class ResponsesRequest(ResponseFields):
         check_count("input", data.get("input"))
         tools = data.get("tools")
         if isinstance(tools, list):
-            kept = [tool for tool in tools if not (isinstance(tool, dict) and tool.get("type") in _HOSTED)]
+            kept = [tool for tool in tools if not (isinstance(tool, dict) and tool.get("type") in _LEFT_OUT)]
             if len(kept) < len(tools):
-                log_no_effect(cls.__name__, "tools", "hosted tools are not run here, and the model is not told of them")
+                log_no_effect(
+                    cls.__name__, "tools", "the web is not searched here, and the model is not told of web_search"
+                )
             data = {**data, "tools": kept}
         return data
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
 
+from minivllm.core.plugins import registering
 from minivllm.sampling.grammar import guided, special_token_ids, without_additional_properties
 from minivllm.serving.errors import ApiError
 from minivllm.serving.protocol import FunctionDefinition
@@ -143,13 +144,8 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {}
 
 
 def register_tool_parser(*names: str) -> Callable[[Parser], Parser]:
-    """Class decorator: make a `ToolParser` known under these names."""
-
-    def register(cls: Parser) -> Parser:
-        TOOL_PARSERS.update(dict.fromkeys(names, cls))
-        return cls
-
-    return register
+    """Class decorator: make a `ToolParser` known under these names. Raises TypeError for what is none."""
+    return registering(TOOL_PARSERS, ToolParser, names)
 
 
 def load_plugin(path: str) -> None:

@@ -23,9 +23,12 @@ def register_view(name: str, home: str) -> None:
 
     Raises:
         ValueError: the name is taken.
+        TypeError: `home` is no text.
     """
     if name in _HOMES or name in globals():
         raise ValueError(f"view {name!r} exists already")
+    if not isinstance(home, str):
+        raise TypeError(f"view {name!r}: expected the name of its module, got {home!r}")
     _HOMES[name] = home
 
 

@@ -54,6 +54,11 @@ def test_ids_are_unique_and_arrivals_in_order(kind):
     assert all(a.arrival_time <= b.arrival_time for a, b in pairwise(requests))
 
 
+def test_counts_and_lengths_may_be_numbers_of_numpy():
+    made = [poisson(1, n(3), n(5), (n(1), n(4))) for n in (int, np.int64)]
+    assert spelled(made[0]) == spelled(made[1])
+
+
 def test_texts_of_different_requests_share_nothing():
     seen: set[int] = set()
     for request in SOME["poisson"]():
@@ -204,7 +209,20 @@ def test_from_trace_gives_the_same_requests_again():
         (lambda: poisson(0, 5), "rate must be above 0 requests per second, got 0"),
         (lambda: poisson(1, 5, burstiness=-1), "burstiness must be above 0"),
         (lambda: poisson(1, 5, prompt_tokens=(5, 2)), r"prompt_tokens must be at least 1, or a pair.*\(5, 2\)"),
-        (lambda: shared_prefix(1, 5, 0), "num_prefixes must be at least 1, got 0"),
+        (lambda: poisson(1, -2), "num_requests must be a whole number, at least 0, got -2"),
+        (lambda: poisson(1, 2.5), "num_requests must be a whole number, at least 0, got 2.5"),
+        (lambda: poisson(1, 5, num_users=0), "num_users must be a whole number, at least 1, got 0"),
+        (lambda: poisson(1, 5, 2.5), "prompt_tokens must be at least 1"),
+        (lambda: poisson(1, 5, (1, 2, 3)), "prompt_tokens must be at least 1"),
+        (lambda: bursts(1, -2), "num_requests must be a whole number, at least 0, got -2"),
+        (lambda: shared_prefix(1, -2, 4), "num_requests must be a whole number, at least 0, got -2"),
+        (lambda: shared_prefix(1, 5, 0), "num_prefixes must be a whole number, at least 1, got 0"),
+        (lambda: shared_prefix(1, 5, 4, skew=float("nan")), "skew must be finite, got nan"),
+        (lambda: chat(1, -2), "num_sessions must be a whole number, at least 0, got -2"),
+        (lambda: chat(1, 5, system_tokens=-1), "system_tokens must be a whole number, at least 0, got -1"),
+        (lambda: closed_loop(-2, 3), "num_users must be a whole number, at least 0, got -2"),
+        (lambda: poisson(1, 5).head(-2), "head: num_requests must be a whole number, at least 0, got -2"),
+        (lambda: lognormal(0, 1.0, 10), "lognormal needs median > 0"),
         (lambda: chat(1, 5, think_time=-1), "think_time must be finite, at least 0 seconds, got -1"),
         (lambda: poisson(1, 5).faster(0), "factor above 0, got 0"),
         (lambda: poisson(1, 5).allowing(0), "max_tokens must be at least 1, got 0"),

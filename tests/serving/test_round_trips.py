@@ -79,6 +79,7 @@ def test_what_clients_send_to_responses(thinker: LiveServer):
     }  # fmt: skip
     response = thinker.post("/v1/responses", body)
     assert response.status_code == 200, response.text
+    assert response.json()["tools"] == []  # those that the model was told of
     named = {"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"}
     assert thinker.post("/v1/responses", named).status_code == 400
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minivllm.core.config import INTEGER_BITS, QUANTIZATIONS, WEIGHT_BITS
 from minivllm.core.module import Module
+from minivllm.core.plugins import register
 from minivllm.models.linear.base import LinearMethod
 from minivllm.models.linear.batch_invariant import BatchInvariantLinear, matmul_by_tiles
 from minivllm.models.linear.grouped import QuantizedWeight, StoredLinear
@@ -52,10 +53,9 @@ def register_linear_method(name: str, make: str | Callable[[], LinearMethod]) ->
 
     Raises:
         ValueError: the name is taken.
+        TypeError: `make` is neither that, nor a `LinearMethod`, nor a function that makes one.
     """
-    if name in _METHODS:
-        raise ValueError(f"linear method {name!r} exists already")
-    _METHODS[name] = make
+    register(_METHODS, "linear method", name, make, LinearMethod, by_name=True)
 
 
 def register_quantization(name: str, make: str | Callable[[], LinearMethod], bits: float) -> None:
@@ -70,8 +70,11 @@ def register_quantization(name: str, make: str | Callable[[], LinearMethod], bit
         bits: what a weight takes, its share of the scales included; the rest of the memory is for the KV cache.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the name is taken, or `bits` is not above 0.
+        TypeError: see `register_linear_method`.
     """
+    if not bits > 0:
+        raise ValueError(f"quantization {name!r}: bits must be above 0, got {bits}")
     register_linear_method(name, make)
     WEIGHT_BITS[name], QUANTIZATIONS[name] = bits, name
 

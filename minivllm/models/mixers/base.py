@@ -14,6 +14,7 @@ from minivllm.attention.backend import AttentionBackend
 from minivllm.attention.state import LayerCacheSpec
 from minivllm.core.config import KVCacheSpec
 from minivllm.core.module import Module
+from minivllm.core.plugins import check_class
 from minivllm.models.layers import LayerNorm, RMSNorm
 from minivllm.models.linear.layer import Linear, RowParallelLinear, Shard, method_or_torch
 from minivllm.models.ops.base import LayerOps
@@ -197,9 +198,15 @@ MixerType = TypeVar("MixerType", bound=type[Mixer])
 
 
 def register_mixer(spec: type[MixerSpec]) -> Callable[[MixerType], MixerType]:
-    """Register the module that specs of a type become. A decorator; a new kind of block is one file that uses it."""
+    """Register the module that specs of a type become. A decorator; a new kind of block is one file that uses it.
+
+    Raises:
+        TypeError: `spec` does not inherit from `MixerSpec`, or what is decorated not from `Mixer`.
+    """
+    check_class("a spec", spec, MixerSpec)
 
     def register(cls: MixerType) -> MixerType:
+        check_class(spec.__name__, cls, Mixer)
         MIXERS[spec] = cls
         return cls
 

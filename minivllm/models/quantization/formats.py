@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivllm.core.plugins import registering
 from minivllm.models.linear.grouped import GroupedWeight, QuantizedWeight, pack_nibbles
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -113,13 +114,8 @@ FORMATS: dict[str, type[Format]] = {}
 
 
 def register_format(*names: str) -> Callable[[type[Format]], type[Format]]:
-    """Register a format under its `quant_method`. A decorator, also for plugins."""
-
-    def register(cls: type[Format]) -> type[Format]:
-        FORMATS.update(dict.fromkeys(names, cls))
-        return cls
-
-    return register
+    """Register a format under its `quant_method`. A decorator, also for plugins. Raises TypeError for what is no `Format`."""
+    return registering(FORMATS, Format, names)
 
 
 PLAIN = ("F64", "F32", "F16", "BF16")

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Sequence
 
+from minivllm.core.plugins import register
 from minivllm.runtime.executor import EnginePlan, Executor, UniProcExecutor, fit_memory
 from minivllm.runtime.executors.external import ExternalExecutor
 from minivllm.runtime.executors.mp import MultiprocExecutor
@@ -55,10 +56,9 @@ def register_executor(name: str, make: ExecutorMaker) -> None:
 
     Raises:
         ValueError: the name is taken.
+        TypeError: `make` is neither.
     """
-    if name in _EXECUTORS:
-        raise ValueError(f"executor {name!r} exists already")
-    _EXECUTORS[name] = make
+    register(_EXECUTORS, "executor", name, make)
 
 
 def load_first(plan: EnginePlan) -> EnginePlan:
