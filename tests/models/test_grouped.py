@@ -48,17 +48,22 @@ def test_a_grouped_weight_stands_for_scale_times_number_plus_low(kind):
     assert torch.equal(weight.arrange(x), arranged)
 
 
+def cut(weight, rank, size, dim=0):
+    length = weight.shape[dim] // size
+    return weight.narrow(dim, rank * length, length)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_shards_laid_side_by_side_or_added_up_are_the_whole(kind, size):
     weight, exact = grouped(kind, outputs=16)
     x = torch.randn(3, 64)
     want = x.double() @ exact.T
-    beside = [weight.shard(rank, size).apply(x) for rank in range(size)]
+    beside = [cut(weight, rank, size).apply(x) for rank in range(size)]
     torch.testing.assert_close(torch.cat(beside, 1).double(), want, rtol=1e-5, atol=1e-3)
     total, nbytes = 0, 0
     for rank, part in enumerate(x.split(64 // size, 1)):
-        shard = weight.shard(rank, size, "inputs")
+        shard = cut(weight, rank, size, dim=1)
         assert shard.shape == (16, 64 // size)
         total = total + shard.apply(part)
         arranged = shard.arrange(part) @ GroupedWeight(shard.q, shard.scale, shard.low, shard.codes).dequantize().T
@@ -69,8 +74,10 @@ def test_shards_laid_side_by_side_or_added_up_are_the_whole(kind, size):
 
 def test_what_cannot_be_cut_or_made_is_refused():
     weight, _ = grouped("4 bits")
-    with pytest.raises(ValueError, match="12 outputs cannot be split among 5 ranks equally"):
-        weight.shard(0, 5)
+    with pytest.raises(
+        ValueError, match="12 outputs of a quantized a cannot be split among 5 ranks equally, and .* padded"
+    ):
+        layer_of({"a": weight}, share=Shard(4, 5, "outputs"))
     with pytest.raises(ValueError, match="weights of 4 bits in groups of 16 cannot be cut at input 3"):
         weight.narrow(1, 3, 5)
     q, scale = weight.q, weight.scale
@@ -98,9 +105,12 @@ def test_neighbours_of_one_kind_become_one_weight():
 def layer_of(values, method="torch", share=None, bias=None):
     rows = {name: value.shape[0] for name, value in values.items()}
     inputs = next(iter(values.values())).shape[1]
-    layer = Linear(inputs, rows, bias=bias is not None, dtype=torch.float32, device=CPU, method=method)
-    if share is not None:
-        layer = layer.shard(share.rank, share.size, share.by)
+    if share is not None and share.by == "outputs":
+        rows = {name: -(-n // share.size) for name, n in rows.items()}
+    elif share is not None:
+        inputs //= share.size
+    how = {"bias": bias is not None, "dtype": torch.float32, "device": CPU, "method": method, "shard": share}
+    layer = Linear(inputs, rows, **how)
     for name, value in values.items():
         layer.load(name, "weight", value)
         if bias is not None:

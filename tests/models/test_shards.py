@@ -10,10 +10,11 @@ from thread_ranks import Board, ThreadGroup, on_ranks
 from tiny_models import STATES, TINY_MODELS, hf_config, hf_model, tiny_model_path
 
 from minivllm.core.config import EngineArgs, KVCacheGroup, KVCacheSpec, stage_groups, stage_layers
+from minivllm.core.module import capture_problem
 from minivllm.models.decoder import Decoder
 from minivllm.models.families.registry import spec_from_config
 from minivllm.models.linear.layer import Shard
-from minivllm.models.mixers.moe import ExpertLoads, MoE
+from minivllm.models.mixers.moe import ExpertLoads, MoE, MoESpec
 from minivllm.models.parallel import Share, Stage, TensorGroup
 from minivllm.runtime.executor import plan_engine
 
@@ -107,6 +108,20 @@ def test_ranks_give_transformers_logits_and_hold_what_was_computed(name, size):
         assert held == matrices
         whole = spec.layers[0].mixer.attention_spec(8, torch.float32, None).num_kv_heads
         assert kv_heads == max(1, whole // size)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_rank_can_be_captured_where_the_whole_model_can(name):
+    """As the graphs of a GPU are. On a CPU the ranks add up between the kernels of a step, so each is launched by itself."""
+    alone = PagedDecoder(make_decoder(hf_model(name), "numba_cpu")).decoder
+    problem = capture_problem(alone)
+    assert (problem is None) == (spec_from_config(hf_config(name).to_dict()).layers[-1].mlp.__class__ is not MoESpec)
+
+    def run(group: ThreadGroup):
+        decoder = PagedDecoder(make_decoder(hf_model(name), "numba_cpu", group=group)).decoder
+        return capture_problem(decoder), decoder.captured
+
+    assert alone.captured is not None and on_ranks(2, run) == [(problem, None)] * 2
 
 
 ODD = [  # model, ranks, (query heads, key-value heads) of a rank, what is padded

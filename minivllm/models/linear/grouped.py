@@ -50,15 +50,6 @@ class QuantizedWeight(ABC):
         """x [T, inputs] to [T, outputs], by writing the weight out: the reference of every kernel."""
         return matmul(x, self.dequantize().to(x.dtype))
 
-    def shard(self, rank: int, size: int, by: str = "outputs") -> Self:
-        """What one of `size` ranks has: its share of the outputs, whose results are laid side by side, or of the inputs, whose
-        results are added up."""
-        dim = ("outputs", "inputs").index(by)
-        length = self.shape[dim] // size
-        if length * size != self.shape[dim]:
-            raise ValueError(f"{self.shape[dim]} {by} cannot be split among {size} ranks equally")
-        return self.narrow(dim, rank * length, length)
-
     def tensors(self) -> dict[str, Tensor]:
         """What it keeps in memory."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]

@@ -314,28 +314,6 @@ class Linear(Module):
             for kind in self._kinds:
                 yield f"{name}.{kind}", partial(self.load, name, kind)
 
-    def shard(self, rank: int, size: int, by: str = "outputs") -> "Linear":
-        """The part of this layer that one of `size` ranks computes, with weights still to be loaded.
-
-        Args:
-            by: `outputs`: a rank has its share of every part's outputs, and results are laid side by side; `inputs`: it
-                takes its share of the input, and results are added up.
-
-        Raises:
-            ValueError: an unknown `by`, or sizes that `size` does not divide.
-        """
-        if by not in ("outputs", "inputs"):
-            raise ValueError(f"shard: by must be 'outputs' or 'inputs', got {by!r}")
-        lengths = self.parts if by == "outputs" else {"in_features": self.in_features}
-        if odd := [f"{name} ({n})" for name, n in lengths.items() if n % size]:
-            raise ValueError(f"shard: {', '.join(odd)} cannot be split among {size} ranks equally")
-        parts = {name: n // size for name, n in self.parts.items()} if by == "outputs" else self.parts
-        inputs = self.in_features if by == "outputs" else self.in_features // size
-        kind: dict[str, Any] = {"bias": self.has_bias, "dtype": self.dtype, "device": self.device}
-        return Linear(
-            inputs, parts, method=self.method_name, out_dtype=self.out_dtype, shard=Shard(rank, size, by), **kind
-        )
-
 
 class RowParallelLinear(Linear):
     """A shard by inputs, whose ranks add up their results. group: the ranks."""
