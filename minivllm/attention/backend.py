@@ -150,14 +150,6 @@ class AttentionBatch:
     def query_lens(self) -> np.ndarray:
         return np.diff(self.query_start_loc)
 
-    @property
-    def max_query_len(self) -> int:
-        return int(self.query_lens.max(initial=0))
-
-    @property
-    def max_seq_len(self) -> int:
-        return int(self.seq_lens.max(initial=0))
-
     def check(self, block_size: int) -> None:
         """Refuse a batch that does not add up.
 

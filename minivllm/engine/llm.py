@@ -21,7 +21,7 @@ from minivllm.core.scheduler import Preemption
 from minivllm.core.trace import Trace
 from minivllm.engine.beam_search import Beams, BeamSearchOutput, beam_search_output, num_candidates, search_beams
 from minivllm.engine.input_processor import ProcessedInput, PromptType, parse_prompt
-from minivllm.engine.llm_engine import LLMEngine
+from minivllm.engine.llm_engine import EngineControls, LLMEngine
 from minivllm.engine.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -36,7 +36,6 @@ from minivllm.engine.outputs import (
 from minivllm.engine.pairs import make_pairs
 from minivllm.lora.adapter import LoRARequest
 from minivllm.models.tokenizer import apply_chat_template
-from minivllm.runtime.weights import Function, Weights
 from minivllm.sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
@@ -54,7 +53,7 @@ Pooling = PoolingParams | Sequence[PoolingParams] | None
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
-class LLM:
+class LLM(EngineControls):
     """A language model that answers lists of prompts.
 
     ``model``: an alias such as "smollm2", a folder, a ``.gguf`` file or a hub id. ``policy``: a scheduling policy object.
@@ -81,7 +80,7 @@ class LLM:
         self._start_with(LLMEngine.from_engine_args(args, **options))
 
     def _start_with(self, engine: LLMEngine) -> None:
-        self.llm_engine = engine
+        self.llm_engine, self.core = engine, engine.core
         self._ids = itertools.count()
 
     @classmethod
@@ -350,50 +349,6 @@ class LLM:
     def get_metrics(self) -> dict[str, float]:
         """Counters since the start, and gauges of this moment; see `LLMEngine.get_metrics`."""
         return self.llm_engine.get_metrics()
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """See `EngineCore.reset_prefix_cache`."""
-        return self.llm_engine.reset_prefix_cache(reset_running_requests)
-
-    def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`: see `EngineCore.sleep`. level: 1 keeps the weights, 2 drops them: then `load_weights` must follow."""
-        self.llm_engine.sleep(level)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back: see `EngineCore.wake_up`. tags: of "weights" and "kv_cache"; None for both."""
-        self.llm_engine.wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        """Whether memory is missing, so that nothing can be generated."""
-        return self.llm_engine.is_sleeping()
-
-    def load_weights(self, weights: Weights = None, version: int | None = None) -> int:
-        """Change all weights: see `EngineCore.load_weights`. Returns the version, which outputs have as `weight_version`.
-
-        Args:
-            weights: a model by its name or folder, a folder of safetensors, pairs (name in the checkpoint, tensor), or None for
-                the checkpoint that the engine was made of.
-            version: None for the last one + 1.
-        """
-        return self.llm_engine.load_weights(weights, version)
-
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of every rank's model runner: see `Executor.collective_rpc`."""
-        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
-
-    def apply_model(self, function: Function) -> list[Any]:
-        """What a function of every rank's model (a `Decoder`) returns: see `EngineCore.apply_model`."""
-        return self.llm_engine.apply_model(function)
-
-    def set_policy(self, policy: Policy) -> None:
-        """Use another scheduling policy from the next step on."""
-        self.llm_engine.set_policy(policy)
 
     def close(self) -> None:
         """Give the model's memory back. Also done by ``with LLM(...) as llm:``."""

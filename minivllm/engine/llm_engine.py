@@ -33,7 +33,7 @@ from minivllm.sampling.params import InvalidParameter, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
 
-__all__ = ["PROMPT", "STEPS", "LLMEngine", "rehearsal", "warm_up"]
+__all__ = ["PROMPT", "STEPS", "EngineControls", "LLMEngine", "rehearsal", "warm_up"]
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +58,68 @@ def load_tokenizer(config: EngineConfig, eos_token_ids: Sequence[int]) -> tuple[
     return tokenizer, GrammarCompiler(tokenizer, config.model.vocab_size, [i for i in ends if i is not None])
 
 
-class LLMEngine:
+class EngineControls:
+    """What `LLMEngine` and `LLM` have the engine core do between two steps."""
+
+    core: EngineCore
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """See `EngineCore.reset_prefix_cache`."""
+        return self.core.reset_prefix_cache(reset_running_requests)
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Give memory back until `wake_up`: see `EngineCore.sleep`. Requests that are added meanwhile wait.
+
+        Args:
+            level: 1 keeps the weights, 2 drops them: then `load_weights` must follow.
+            mode: "abort" unfinished requests, or "keep" them.
+        """
+        self.core.sleep(level, mode)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back: see `EngineCore.wake_up`. tags: of "weights" and "kv_cache"; None for both."""
+        self.core.wake_up([tags] if isinstance(tags, str) else tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether memory is missing, so that no step can run."""
+        return self.core.is_sleeping()
+
+    def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
+        """Change all weights: see `EngineCore.load_weights`. Returns the version, which outputs have as `weight_version`.
+
+        Args:
+            weights: a model by its name or folder, a folder of safetensors, pairs (name in the checkpoint, tensor), or None for
+                the checkpoint that the engine was made of.
+            version: None for the last one + 1.
+            mode: "keep" unfinished requests, which compute all their tokens again, or "abort" them.
+        """
+        return self.core.load_weights(weights, version, mode)
+
+    @property
+    def weight_version(self) -> int:
+        """0 for the checkpoint that the engine was made of; see `load_weights`."""
+        return int(self.core.get_stats().get("weight_version", 0))
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every rank's model runner: see `Executor.collective_rpc`."""
+        return self.core.collective_rpc(method, timeout, args, kwargs)
+
+    def apply_model(self, function: Function) -> list[Any]:
+        """What a function of every rank's model (a `Decoder`) returns: see `EngineCore.apply_model`."""
+        return self.core.apply_model(function)
+
+    def set_policy(self, policy: Policy) -> None:
+        """Use another scheduling policy from the next step on."""
+        self.core.scheduler.set_policy(policy)
+
+
+class LLMEngine(EngineControls):
     """Requests in, outputs out, one step at a time. Make one with `from_engine_args`.
 
     ``tokenizer`` may be None: then prompts are token ids and ``detokenize=False``.
@@ -318,49 +379,6 @@ class LLMEngine:
             known = f"samples of {', '.join(kept[:5])}" if kept else "no samples; record with record(samples=True)"
             raise KeyError(f"output token {step} of request {request_id!r} is not in this trace: it has {known}")
         return self.core.executor.explain(record, self.tokenizer, top)
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """See `EngineCore.reset_prefix_cache`."""
-        return self.core.reset_prefix_cache(reset_running_requests)
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        """Give memory back until `wake_up`: see `EngineCore.sleep`. Requests that are added meanwhile wait."""
-        self.core.sleep(level, mode)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """See `EngineCore.wake_up`."""
-        self.core.wake_up([tags] if isinstance(tags, str) else tags)
-
-    def is_sleeping(self) -> bool:
-        """Whether no step can run."""
-        return self.core.is_sleeping()
-
-    def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
-        """Change all weights: see `EngineCore.load_weights`. Returns their version."""
-        return self.core.load_weights(weights, version, mode)
-
-    @property
-    def weight_version(self) -> int:
-        """0 for the checkpoint that the engine was made of; see `load_weights`."""
-        return int(self.core.get_stats().get("weight_version", 0))
-
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of every rank's model runner: see `Executor.collective_rpc`."""
-        return self.core.collective_rpc(method, timeout, args, kwargs)
-
-    def apply_model(self, function: Function) -> list[Any]:
-        """What a function of every rank's model returns: see `EngineCore.apply_model`."""
-        return self.core.apply_model(function)
-
-    def set_policy(self, policy: Policy) -> None:
-        """Use another scheduling policy from the next step on."""
-        self.core.scheduler.set_policy(policy)
 
     def close(self) -> None:
         """End all requests and give the model's memory back; no call may follow. Closing twice is no error."""

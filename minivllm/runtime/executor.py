@@ -5,6 +5,7 @@
 import functools
 import gc
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -65,34 +66,46 @@ class PendingStep(Protocol):
         ...
 
 
-class Executor(Protocol):
-    """Executes what the scheduler decides."""
+class Executor(ABC):
+    """Executes what the scheduler decides. A subclass says with `_call` how a method of its ranks is called.
 
-    @property
-    def config(self) -> EngineConfig:
-        """What it runs by."""
-        ...
+    Attributes:
+        config: what it runs by.
+        is_remote: requests must be able to cross to other processes.
+        in_step: other processes must decide the same.
+    """
+
+    config: EngineConfig
+    is_remote = in_step = False
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
         """The cache that it has allocated."""
-        ...
+        return self.config.kv_cache
 
+    @abstractmethod
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Execute one step and return what was sampled. Called once for every decision, in order."""
-        ...
 
+    @abstractmethod
     def submit(self, output: SchedulerOutput) -> PendingStep:
         """Begin one step; its result may be asked for after the next was submitted. Instead of `execute_model`."""
-        ...
 
+    @abstractmethod
     def keep_samples(self, log: SampleLog | None) -> None:
         """Put what the sampler sees into `log` from now on; None to stop."""
-        ...
 
+    @abstractmethod
     def explain(self, record: SampleRecord, tokenizer: Any = None, top: int = 5) -> "pd.DataFrame":
         """How a recorded token was chosen, stage by stage: see `Sampler.explain`."""
-        ...
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Give memory and processes back; no call may follow."""
+
+    @abstractmethod
+    def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Future[list[Any]]":
+        """The results of all ranks."""
 
     def collective_rpc(
         self,
@@ -112,22 +125,18 @@ class Executor(Protocol):
         Raises:
             TimeoutError, or what the method raises.
         """
-        ...
+        future = self._call(method, args, kwargs or {})
+        return future if non_block else future.result(timeout)
 
     def check_health(self) -> None:
-        """Raises what the executor has failed with, if it has."""
-        ...
+        """Raises what the executor has failed with, if it has. Here there is nothing that could fail by itself."""
 
     def register_failure_callback(self, callback: Callable[[], None]) -> None:
         """Have a function called, in some thread, should the executor fail by itself."""
-        ...
 
     def can_draft_ahead(self, recorded: bool) -> bool:
         """Whether a device can make the next step's drafts before the host knows the last tokens. recorded: see `SchedulerOutput`."""
-        ...
-
-    def shutdown(self) -> None:
-        """Give memory and processes back; no call may follow."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -280,41 +289,7 @@ def fit_memory(plan: EnginePlan) -> EnginePlan:
     return replace(with_memory(plan, measure_memory(plan, decoder)), decoder=decoder)
 
 
-class ExecutorBase:
-    """What the executors of this package share. A subclass has `config`, and says with `_call` how a method of its ranks is called."""
-
-    config: EngineConfig
-
-    @property
-    def kv_cache_config(self) -> KVCacheConfig:
-        return self.config.kv_cache
-
-    def _call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Future[list[Any]]":
-        raise NotImplementedError
-
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        non_block: bool = False,
-    ) -> Any:
-        future = self._call(method, args, kwargs or {})
-        return future if non_block else future.result(timeout)
-
-    def can_draft_ahead(self, recorded: bool) -> bool:
-        """Ranks in other processes do without."""
-        return False
-
-    def check_health(self) -> None:
-        """There is nothing in this process that could fail by itself."""
-
-    def register_failure_callback(self, callback: Callable[[], None]) -> None:
-        """It will not be called: see `check_health`."""
-
-
-class UniProcExecutor(ExecutorBase):
+class UniProcExecutor(Executor):
     """Runs the model in the engine's own process. Submitted steps run on a GPU by themselves, on a CPU in a thread."""
 
     def __init__(

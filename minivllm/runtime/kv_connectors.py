@@ -165,17 +165,11 @@ class ConnectorWorker(ABC):
 class OffloadingWorker(ConnectorWorker):
     """Blocks in main memory, pinned if the caches are on a GPU; see `OffloadingConnector`."""
 
-    def __init__(
-        self,
-        config: KVTransferConfig,
-        backend: AttentionBackend,
-        kv_caches: Sequence[Tensor],
-        group: TensorGroup | None,
-    ) -> None:
-        super().__init__(config, backend, kv_caches, group)
-        count = take_extra(config, num_cpu_blocks=..., eviction_policy="lru")["num_cpu_blocks"] + 1
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        count = take_extra(self.config, num_cpu_blocks=..., eviction_policy="lru")["num_cpu_blocks"] + 1
         self.held: dict[int, list[Any]] = {}
-        self.slots = [self._new_slots(cache, count) for cache in kv_caches]
+        self.slots = [self._new_slots(cache, count) for cache in self.kv_caches]
 
     def _new_slots(self, cache: Tensor, count: int) -> Tensor:
         shape = (cache.shape[0], count, *cache.shape[2:])
@@ -201,19 +195,13 @@ _MAGIC = b"minikv1\0"
 class SharedStorageWorker(ConnectorWorker):
     """Blocks in files; see `SharedStorageConnector`. With `max_bytes`, the files that were used longest ago are removed."""
 
-    def __init__(
-        self,
-        config: KVTransferConfig,
-        backend: AttentionBackend,
-        kv_caches: Sequence[Tensor],
-        group: TensorGroup | None,
-    ) -> None:
-        super().__init__(config, backend, kv_caches, group)
-        extra = take_extra(config, shared_storage_path=..., max_bytes=None)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        extra = take_extra(self.config, shared_storage_path=..., max_bytes=None)
         self.root, self.max_bytes = Path(extra["shared_storage_path"]), extra["max_bytes"]
         self.root.mkdir(parents=True, exist_ok=True)
         remove_left(self.root, "*/*.tmp-*", f"{'?' * 24}-{'?' * 16}-*")  # and blocks of changed weights
-        self._bytes = [cache[:, 0].nbytes for cache in kv_caches]
+        self._bytes = [cache[:, 0].nbytes for cache in self.kv_caches]
 
     def fetch(self, loads: Loads) -> dict[int, Tensor]:
         return {block: data for (path, _), block in loads if (data := self._read(f"{path}.{self.rank}")) is not None}
@@ -305,18 +293,12 @@ class PeerMemoryWorker(ConnectorWorker):
     files before and after copying has copied a whole block. A store of a process that has ended counts as gone.
     """
 
-    def __init__(
-        self,
-        config: KVTransferConfig,
-        backend: AttentionBackend,
-        kv_caches: Sequence[Tensor],
-        group: TensorGroup | None,
-    ) -> None:
-        super().__init__(config, backend, kv_caches, group)
-        extra = take_extra(config, **PeerMemoryConnector.extra)
-        if kv_caches[0].is_cuda and not backend.name.startswith("numba_cuda"):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        extra = take_extra(self.config, **PeerMemoryConnector.extra)
+        if self.kv_caches[0].is_cuda and not self.backend.name.startswith("numba_cuda"):
             raise ValueError(
-                f"{config.kv_connector} needs attention_backend='numba_cuda' on a GPU, not {backend.name!r}"
+                f"{self.config.kv_connector} needs attention_backend='numba_cuda' on a GPU, not {self.backend.name!r}"
             )
         self.root, self.count = Path(extra["shared_storage_path"]), extra["num_blocks"]
         self.root.mkdir(parents=True, exist_ok=True)
@@ -326,7 +308,7 @@ class PeerMemoryWorker(ConnectorWorker):
         self._held: dict[int, str] = {}
         self._num_saved = 0
         self._copiers: dict[str, Callable[..., None] | None] = {}
-        self._own = self._make_store() if config.is_producer else []
+        self._own = self._make_store() if self.config.is_producer else []
 
     def shutdown(self) -> None:
         self._end()
@@ -455,7 +437,8 @@ def register_kv_connector(name: str, scheduler_side: type[KVConnector], worker_s
         ValueError: the name is taken.
         TypeError: `scheduler_side` does not inherit from `KVConnector`, or `worker_side` is neither a class nor a function.
     """
-    check_maker(f"worker side of KV connector {name!r}", worker_side)
+    if name not in CONNECTORS:
+        check_maker(f"worker side of KV connector {name!r}", worker_side)
     register(CONNECTORS, "KV connector", name, scheduler_side, KVConnector)
     _WORKERS[name] = worker_side
 

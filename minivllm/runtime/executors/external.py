@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from minivllm.core.config import EngineConfig
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
-from minivllm.runtime.executor import EnginePlan, ExecutorBase, PendingStep, one_rank, with_memory
+from minivllm.runtime.executor import EnginePlan, Executor, PendingStep, one_rank, with_memory
 from minivllm.runtime.executors.worker import Launch, Worker, use_loopback
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
@@ -58,7 +58,7 @@ def same_everywhere(what: str, value: Any) -> None:
         )
 
 
-class ExternalExecutor(ExecutorBase):
+class ExternalExecutor(Executor):
     """Runs one rank of a model in this process. A process group that the program has made is used, and left.
 
     Args:
@@ -69,7 +69,6 @@ class ExternalExecutor(ExecutorBase):
     """
 
     in_step = True
-    """Other processes must decide the same."""
 
     def __init__(
         self, plan: EnginePlan, transforms: Sequence[Transform] = (), grammar: GrammarCompiler | None = None

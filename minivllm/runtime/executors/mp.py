@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
-from minivllm.runtime.executor import EnginePlan, ExecutorBase, PendingStep, with_memory
+from minivllm.runtime.executor import EnginePlan, Executor, PendingStep, with_memory
 from minivllm.runtime.executors.broadcast import Broadcast, Frames, Ring, unnamed_file
 from minivllm.runtime.executors.worker import Launch
 from minivllm.runtime.machine import cpu_quota
@@ -355,7 +355,7 @@ def start_workers(size: int, device: str) -> Workers:
     return workers
 
 
-class MultiprocExecutor(ExecutorBase):
+class MultiprocExecutor(Executor):
     """Runs the model in worker processes, one for each rank.
 
     Args:
@@ -366,7 +366,6 @@ class MultiprocExecutor(ExecutorBase):
     """
 
     is_remote = True
-    """Requests must be able to cross to other processes."""
 
     def __init__(self, plan: EnginePlan, workers: Calls | None = None) -> None:
         self._step_timeout = step_timeout()
