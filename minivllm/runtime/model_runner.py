@@ -4,7 +4,6 @@
 
 import logging
 import math
-import mmap
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from minivllm.core.speculative import NOT_DRAFTED, SpeculativeConfig
 from minivllm.lora.adapter import AdapterError
 from minivllm.lora.store import AdapterStore
 from minivllm.models.decoder import Decoder, Media
-from minivllm.models.linear.base import use_huge_pages
+from minivllm.models.linear.base import empty_weight
 from minivllm.models.mixers.moe import ExpertLoads
 from minivllm.multimodal.mrope import MRope
 from minivllm.multimodal.outputs import EncoderOutputs, MediaEncoder
@@ -67,16 +66,12 @@ logger = logging.getLogger("minivllm.runtime")
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU memory is only taken when a page is first touched, a huge page if the system has them.
 
-    It begins with a page. NumPy's zeros begin 16 bytes behind one, and every load of 64 bytes then reads two cache lines.
+    It begins with a page, so that no load of 64 bytes reads two cache lines.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    zeros = np.zeros(num_bytes + mmap.PAGESIZE, np.uint8)
-    begin = -zeros.ctypes.data % mmap.PAGESIZE
-    memory = torch.from_numpy(zeros[begin : begin + num_bytes])
-    use_huge_pages(memory, filled=False)
-    return memory.view(dtype).view(shape)
+    return empty_weight(1, num_bytes, torch.uint8, device).view(dtype).view(shape)  # what the system gives is zeros
 
 
 def new_kv_caches(

@@ -445,7 +445,7 @@ def test_another_number_of_threads_gets_memory_for_each(decoder):
             torch.set_num_threads(n)
             paged.add("r", prompts(20)["20"])
             results.append(paged.step({"r": 6})["r"])
-            assert decoder.captured._scratch._pieces[-1][0].nbytes >= n * 4 * 8 * 72, "rows widened, for each thread"
+            assert decoder.captured._scratch._pieces[-1].nbytes >= n * 4 * 8 * 72, "rows widened, for each thread"
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

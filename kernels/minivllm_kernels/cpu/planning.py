@@ -248,14 +248,23 @@ class AttentionStep:
         self.block_table = np.ascontiguousarray(block_table, np.int32)
         self.factors = np.array([scale, soft_cap], np.float32)
         self.counters = np.zeros(max(1, len(self.items) * num_kv_heads), np.int64)
-        self._scratch, scratch = aligned(threads * shape.offsets["end"])
-        self._workspace, workspace = aligned(4 * slots * num_kv_heads * shape.item_rows * shape.state)
+        self._scratch = aligned(threads * shape.offsets["end"])
+        self._workspace = aligned(4 * slots * num_kv_heads * shape.item_rows * shape.state)
         block_stride = 2 * num_kv_heads * shape.part
-        arrays = (self.block_table, self.items, self.claims, self.factors, self.counters)
-        table, items, claims, factors, counters = (array.ctypes.data for array in arrays)
+        arrays = (
+            self.block_table,
+            self.items,
+            self.claims,
+            self.factors,
+            self._scratch,
+            self._workspace,
+            self.counters,
+        )
+        table, items, claims, *memory = (array.ctypes.data for array in arrays)
         heads = block_stride, table, self.block_table.shape[1], items, claims, num_kv_heads
-        memory = factors, scratch, workspace, counters, tile_configs().ctypes.data
-        self.args = pack(len(self.claims) - 1, 0, 0, 0, 0, *heads, window, chunk, *memory, 0)
+        self.args = pack(
+            len(self.claims) - 1, 0, 0, 0, 0, *heads, window, chunk, *memory, tile_configs().ctypes.data, 0
+        )
 
     def run(self, q: int, out: int, cache: int, q_stride: int = 0, kv_factors: int = 0) -> None:
         """Compute a layer.

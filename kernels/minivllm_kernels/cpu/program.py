@@ -24,23 +24,24 @@ __all__ = [
 """Programs: kernel calls that are recorded with their arguments, and run one after the other by a single launch."""
 
 
-def aligned(size: int) -> tuple[np.ndarray, int]:
-    """(memory, address in it that is a multiple of 64, with `size` bytes from there)."""
+def aligned(size: int) -> np.ndarray:
+    """uint8 [size] that begins with a cache line, as torch's memory does: a vector that lies in two of them is loaded twice."""
     memory = np.empty(size + 64, np.uint8)
-    return memory, -(-memory.ctypes.data // 64) * 64
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size]
 
 
 class Scratch:
     """Memory that kernels share, one at a time. A larger request gets a new piece; earlier kernels keep the old one."""
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[np.ndarray, int]] = []
+        self._pieces: list[np.ndarray] = []
 
     def take(self, size: int) -> int:
         """Address of at least `size` bytes."""
-        if not self._pieces or self._pieces[-1][0].nbytes < size + 64:
+        if not self._pieces or self._pieces[-1].nbytes < size:
             self._pieces.append(aligned(size))
-        return self._pieces[-1][1]
+        return self._pieces[-1].ctypes.data
 
 
 class Launcher(threading.local):

@@ -108,19 +108,16 @@ HUGE_PAGE = 1 << 21
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 
-def use_huge_pages(memory: Tensor, filled: bool = True) -> None:
+def use_huge_pages(memory: Tensor) -> None:
     """Have Linux move memory that is filled into pages of 2 MiB, so that fewer addresses must be translated to read it.
 
     Where the system has none to give, or no such call, nothing changes.
-
-    Args:
-        filled: False for memory that was not touched yet: it gets such pages as it is.
     """
     if not _gains_by_huge_pages(memory):
         return
     first = memory.data_ptr() // HUGE_PAGE * HUGE_PAGE
     size = -(-(memory.data_ptr() + memory.nbytes - first) // HUGE_PAGE) * HUGE_PAGE
-    for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE)[: 1 + filled]:
+    for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
 
 

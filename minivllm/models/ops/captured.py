@@ -21,16 +21,9 @@ from minivllm.core.module import capture_problem, generation
 from minivllm.models.ops.base import ForwardContext
 from minivllm.models.rope import Rotation
 from minivllm_kernels.cpu.planning import COUNTERS, STEP_ARGS
-from minivllm_kernels.cpu.program import LAUNCHER, Program, Scratch
+from minivllm_kernels.cpu.program import LAUNCHER, Program, Scratch, aligned
 
 __all__ = ["MOST_ROWS", "CapturedCPUSteps"]
-
-
-def _cache_lines(size: int) -> np.ndarray:
-    """Memory that begins with a cache line, as torch's does: a vector that lies in two of them is loaded twice."""
-    memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size]
 
 
 class Arena:
@@ -43,7 +36,7 @@ class Arena:
         """A tensor that is not initialised."""
         size = -(-max(math.prod(shape) * dtype.itemsize, 1) // 64) * 64
         free = self._free.setdefault(size, [])
-        memory = free.pop() if free else _cache_lines(size)
+        memory = free.pop() if free else aligned(size)
         # torch holds this object as long as the tensor's storage lives
         view = memory[: math.prod(shape) * dtype.itemsize]
         weakref.finalize(view, free.append, memory)
