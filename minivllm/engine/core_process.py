@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from minivllm.engine.llm_engine import LLMEngine, load_tokenizer, warm_up
 from minivllm.engine.wire import Channel, from_columns, in_columns
 from minivllm.lora.adapter import AdapterError
 from minivllm.runtime.executor import read_model
+from minivllm.runtime.executors.mp import how_it_ended, start_module
 from minivllm.runtime.weights import Function, Weights, as_path, pack_function
 from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar
 from minivllm.sampling.params import StructuredOutputsParams
@@ -246,7 +246,8 @@ class EngineCoreClient(RemoteCore):
         self._sent = 0
         self._born: dict[str, int] = {}
         self._arrived: deque[list[Any]] = deque()
-        self.process, self.channel = _start_process(environment or {})
+        self.process, ours = start_module("minivllm.engine.core_process", env=environment or {})
+        self.channel = Channel(ours)
         try:
             given = {name: value for name, value in options.items() if value}
             level = logging.getLogger().getEffectiveLevel()
@@ -319,17 +320,10 @@ class EngineCoreClient(RemoteCore):
         try:
             message: list[Any] = self.channel.receive()
         except EOFError:
-            raise EngineProcessError(f"the engine's process {self._how_it_ended()}") from None
+            raise EngineProcessError(f"the engine's process {how_it_ended(self.process)}") from None
         if len(message) > 2 and message[2]:
             self._stats = message[2]
         return message
-
-    def _how_it_ended(self) -> str:
-        try:
-            status = self.process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            return "has closed its channel"
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the engine core. Raises what it raises, or EngineProcessError."""
@@ -435,21 +429,6 @@ class EngineCoreClient(RemoteCore):
         self.process.wait()
         killer.cancel()
         self.channel.close()
-
-
-def _start_process(environment: Mapping[str, str]) -> tuple["subprocess.Popen[bytes]", Channel]:
-    ours, theirs = socket.socketpair()
-    try:
-        command = [sys.executable, "-P", "-m", "minivllm.engine.core_process", str(theirs.fileno())]
-        process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **environment}
-        )
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
-    return process, Channel(ours)
 
 
 def connect_engine(args: EngineArgs, *, warm: bool = False, **options: Any) -> LLMEngine:

@@ -19,6 +19,7 @@ from minivllm.core.routing import ROUTERS, PrefixAware, Replica, Router, route
 from minivllm.core.scheduler import WallClock
 from minivllm.engine.core import next_version, no_step
 from minivllm.engine.core_process import EngineCoreClient, RemoteCore
+from minivllm.runtime.executors.mp import share_of_cores
 from minivllm.runtime.weights import Weights, as_path
 
 
@@ -42,10 +43,7 @@ def replica_args(args: EngineArgs, rank: int) -> EngineArgs:
 
 def replica_environment(args: EngineArgs, rank: int) -> dict[str, str]:
     """What a replica's environment has besides this one's: a share of the cores, and its own GPUs."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = str(max(1, cores // args.data_parallel_size))
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
-    added = {name: threads for name in names if name not in os.environ}
+    added = share_of_cores(args.data_parallel_size)
     if args.device != "cpu":
         world = args.world_size
         given = os.environ.get("CUDA_VISIBLE_DEVICES")

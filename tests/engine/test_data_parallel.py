@@ -228,7 +228,10 @@ def test_settings_of_a_replica(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     both = replace(args, tensor_parallel_size=2, device="auto")
     assert [replica_environment(both, r)["CUDA_VISIBLE_DEVICES"] for r in (0, 1)] == ["4,5", "6,7"]
-    assert int(replica_environment(args, 0)["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
+    for quota, threads in ((None, "4"), (4, "2"), (1, "1")):  # of a container
+        monkeypatch.setattr("minivllm.runtime.executors.mp.cpu_quota", lambda quota=quota: quota)
+        assert replica_environment(args, 0)["OMP_NUM_THREADS"] == threads
 
 
 def test_one_engine_refuses_to_be_several():

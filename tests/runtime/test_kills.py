@@ -160,7 +160,7 @@ def test_after_a_kill_nothing_is_left(victim, tiny_model_path, tmp_path):
 
 
 def second_rank(processes) -> int:
-    """The process of rank 1, by its command line: `start_worker` gives the number last but one."""
+    """The process of rank 1, by its command line: `start_module` gives the number last but one."""
     (found,) = [
         p.pid for p in processes if "minivllm.runtime.executors.worker" in p.cmdline() and p.cmdline()[-2] == "1"
     ]

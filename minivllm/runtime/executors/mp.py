@@ -36,27 +36,41 @@ logger = logging.getLogger("minivllm.runtime")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
-def worker_environment(size: int) -> dict[str, str]:
-    """The environment of one of `size` workers: this one's, with a share of the cores, unless the user has said how many threads."""
+def share_of_cores(size: int) -> dict[str, str]:
+    """Variables that give one of `size` processes its share of the cores, unless the user has said how many threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, min(cores, cpu_quota() or cores) // size)
-    return dict.fromkeys(_THREADS, str(threads)) | os.environ
+    return {name: os.environ.get(name, str(threads)) for name in _THREADS}
 
 
-def start_worker(rank: int, size: int, file: int, stacks: int) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-    """A worker's process, and the socket to it. file: of the ring. stacks: the file that it writes its stacks to when it is asked."""
+def start_module(
+    module: str, *args: int, files: Sequence[int] = (), env: Mapping[str, str]
+) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+    """A process that runs a module, and the socket to it. The module gets the number of its socket's file, and these numbers.
+
+    files: others that stay open in it. env: variables that it has besides this process's.
+    """
     ours, theirs = socket.socketpair()
     try:
-        command = [sys.executable, "-P", "-m", "minivllm.runtime.executors.worker"]
-        command += map(str, (theirs.fileno(), file, stacks, rank, size))
-        files = [theirs.fileno(), file, stacks]
-        process = subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL, env=worker_environment(size))
+        command = [sys.executable, "-P", "-m", module, *map(str, (theirs.fileno(), *args))]
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno(), *files], stdin=subprocess.DEVNULL, env={**os.environ, **env}
+        )
     except BaseException:
         ours.close()
         raise
     finally:
         theirs.close()
     return process, ours
+
+
+def how_it_ended(process: "subprocess.Popen[bytes]") -> str:
+    """Why nothing more comes from a process, in words."""
+    try:
+        status = process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        return "has closed its socket"
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 class WorkerError(RuntimeError):
@@ -250,7 +264,8 @@ class Workers(Calls):
         super().__init__(len(launches))
         self._folder, self._stacks = launches[0].folder, unnamed_file(0)
         file = unnamed_file(Ring.size(self.size))
-        started = [start_worker(rank, self.size, file, self._stacks) for rank in range(self.size)]
+        module, env, files = "minivllm.runtime.executors.worker", share_of_cores(self.size), (file, self._stacks)
+        started = [start_module(module, *files, rank, self.size, files=files, env=env) for rank in range(self.size)]
         self.processes = [process for process, _ in started]
         self._frames = [Frames(sock) for _, sock in started]
         self._broadcast = Broadcast(self._frames, file)
@@ -282,13 +297,7 @@ class Workers(Calls):
 
     def _how_it_ended(self, rank: int) -> str:
         process = self.processes[rank]
-        try:
-            status = process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            how = "has closed its socket"
-        else:
-            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return f"worker {rank} of {self.size} (process {process.pid}) {how}"
+        return f"worker {rank} of {self.size} (process {process.pid}) {how_it_ended(process)}"
 
     def _send(
         self, number: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: tuple[int, ...]

@@ -28,7 +28,7 @@ from minivllm.core.ray_cluster import (
     on_cluster_death,
 )
 from minivllm.runtime.executor import EnginePlan
-from minivllm.runtime.executors.mp import Calls, MultiprocExecutor, WorkerError, worker_environment
+from minivllm.runtime.executors.mp import Calls, MultiprocExecutor, WorkerError, share_of_cores
 from minivllm.runtime.executors.worker import Launch, Worker, pack_answer
 
 logger = logging.getLogger("minivllm.runtime")
@@ -156,7 +156,7 @@ class RayWorkers(Calls):
             raise ValueError(
                 f"{size} ranks need {bundle} each of the Ray cluster, which has {ray.available_resources()} free"
             )
-        threads = {name: value for name, value in worker_environment(size).items() if name.endswith("_NUM_THREADS")}
+        threads = share_of_cores(size)
         threads["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"  # ranks read each other's memory
         for rank in range(size):
             make = ray.remote(
