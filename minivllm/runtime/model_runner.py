@@ -159,7 +159,7 @@ def _sampled_places(last: Int64, rows: Int64, drafts: Sequence[Draft]) -> tuple[
 
 
 GRAPH_BYTES = 1 << 30  # most memory that CUDA graphs may take
-GREEDY_ROWS = 64  # most rows whose tokens a graph chooses: more give the host time, and their logits take memory
+GREEDY_ROWS = 256  # most rows whose tokens a graph chooses: the logits of more take memory
 
 
 class ModelRunner:
@@ -621,7 +621,7 @@ class ModelRunner:
 
     def _choose(self, hidden: Tensor, rows: Tensor, device: DeviceStep | None) -> Tensor:
         """In a graph: the likeliest token of each row, int64 [T]; of drafts of the device [2, T], see `DeviceStep.chosen`."""
-        chosen = self.sampler.argmax(self.model.compute_logits(hidden))
+        chosen = self.model.likeliest(hidden)
         if self.future is not None:
             self.future.put(rows, chosen)
         if device is None:

@@ -110,13 +110,8 @@ class Sampler:
         wanted = self._wanted(batch)
         return wanted.greedy and not (wanted.steps or wanted.modes or wanted.errors)
 
-    def argmax(self, logits: Tensor) -> Tensor:
-        """The token ids of the largest logits, int64 [R]; -1 where there is none, for one is nan or +inf."""
-        token_ids, alive = self._argmax(logits)
-        return torch.where(alive, token_ids, -1)
-
     def take(self, batch: SamplingBatch, token_ids: Tensor) -> "PendingSample":
-        """What `start` gives for a batch that `takes_argmax`, with these tokens of `argmax`."""
+        """What `start` gives for a batch that `takes_argmax`, with these tokens, int64 [R]; -1 where there is none."""
         return PendingSample(batch.request_ids, token_ids, [], {}, HostCopy(token_ids))
 
     def share_preparation(self, batch: SamplingBatch, rows: SamplingBatch) -> None:

@@ -433,6 +433,20 @@ def test_norm(dtype, hidden):
     assert torch.equal(residual.double(), total)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+@pytest.mark.parametrize("rows, size", [(1, 151936), (64, 32000), (9, 8)])
+def test_argmax_is_the_first_of_equals_or_none(dtype, rows, size):
+    x = torch.randn(rows, size, device=CUDA).to(dtype)
+    if rows > 4:
+        x[0], x[1, 3], x[2, size - 1], x[3, 1:], x[4, [2, 6]] = -torch.inf, torch.nan, torch.inf, -torch.inf, 9.0
+    values = x.max(-1).values
+    first = (x == values[:, None]).int().argmax(-1)
+    assert torch.equal(ops.first_largest(x), torch.where(values.abs() < torch.inf, first, -1))
+    cut = x[:, : size - 1]  # no whole pieces of 16 bytes
+    ids, found = NumbaCudaOps().argmax(cut)
+    assert torch.equal(cut.gather(1, ids[:, None])[found, 0], cut.max(-1).values[found])
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_silu(dtype):
     x = 3 * torch.randn(7, 2 * 1536, device=CUDA).to(dtype)

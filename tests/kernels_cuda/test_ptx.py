@@ -89,6 +89,8 @@ KERNELS = {
     "copy_blocks": (lambda: cache.copy_blocks(), 64),
     "norm": (lambda: pointwise.add_rms_norm(BF16, 4096), 64),
     "rope": (lambda: pointwise.rope_and_cache(BF16, 32, 8, 128, 16, True), 64),
+    "argmax": (lambda: pointwise.first_largest(BF16), 64),
+    "argmax of float32": (lambda: pointwise.first_largest("float32"), 64),
     "gemv fma": (lambda: gemv.fma_gemv(BF16, 3072, 4), 64),
     "gemv fma, gated": (lambda: gemv.fma_gemv(FP16, 1032, 4, True), 64),
     "gemv mma": (lambda: gemv.mma_gemv(BF16, 3072, 8, 16), 128),

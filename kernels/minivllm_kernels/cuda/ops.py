@@ -49,6 +49,7 @@ OLDEST_FP8 = (8, 9)
 """Compute capability of the first cards that convert e4m3 by themselves: Ada."""
 FP8 = torch.float8_e4m3fn
 HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+FLOATS = HALF | {torch.float32: "float32"}
 DTYPES = {name: dtype for dtype, name in HALF.items()}
 
 
@@ -560,6 +561,25 @@ def silu_mul(x: Tensor) -> Tensor:
     return out
 
 
+def takes_largest(x: Tensor) -> bool:
+    """Whether `first_largest` reads tensors like this one."""
+    return x.dtype in FLOATS and x.dim() == 2 and 0 < x.shape[1] < 1 << 26 and x.shape[1] * x.element_size() % 16 == 0
+
+
+def first_largest(x: Tensor) -> Tensor:
+    """int64 [R]: where the largest number of each row of x is, of equals the first; -1 if it is infinite, or one is NaN."""
+    if not takes_largest(x):
+        raise ValueError(
+            f"x must be [R, n] of {', '.join(map(str, FLOATS))} in pieces of 16 bytes, not {x.dtype} {list(x.shape)}"
+        )
+    check_rows("x", x)
+    out = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+    pieces = x.shape[1] * x.element_size() // 16
+    numbers = pieces, x.stride(0) * x.element_size() // 4
+    run(pointwise.first_largest(FLOATS[x.dtype]), x.device, (x.shape[0], 1), out.data_ptr(), x.data_ptr(), *numbers)
+    return out
+
+
 def rope_and_cache(
     qkv: Tensor,
     kv_cache: Tensor,
@@ -783,9 +803,6 @@ def delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, cache: C
     return _recur(kernel, v.shape[1], (q, k, v, decay, beta), (v.shape[1],), cache, whose, v.shape)
 
 
-SUMMED = HALF | {torch.float32: "float32"}
-
-
 def most_summed_bytes(ranks: int) -> int:
     """The longest message for one shot. For two ranks the longest that was measured, where it still beats NCCL; for more, that divided
     by `ranks - 1`: a guess from the bytes on a link.
@@ -828,16 +845,16 @@ class PeerAllReduce:
     def takes(self, x: Tensor) -> bool:
         """Whether it can add up tensors like this one."""
         pieces = x.nbytes % 16 == 0 and 0 < x.nbytes <= self.most_bytes
-        return pieces and x.dtype in SUMMED and x.is_contiguous() and x.data_ptr() % 16 == 0
+        return pieces and x.dtype in FLOATS and x.is_contiguous() and x.data_ptr() % 16 == 0
 
     def __call__(self, x: Tensor) -> None:
         """x becomes the sum of the ranks' tensors, on the current stream. The same bits on every rank."""
         if not self.takes(x) or x.device != self.device:
             raise ValueError(
-                f"x must be contiguous {', '.join(map(str, SUMMED))} on {self.device}, at most {self.most_bytes} bytes in"
+                f"x must be contiguous {', '.join(map(str, FLOATS))} on {self.device}, at most {self.most_bytes} bytes in"
                 f" whole pieces of 16, not {x.dtype} {list(x.shape)} on {x.device} with strides {x.stride()}"
             )
         pieces = x.nbytes // 16
         blocks, each = split_pieces(pieces)
         pointers = x.data_ptr(), self.addresses.data_ptr()
-        run(one_shot(SUMMED[x.dtype], self.ranks), x.device, (blocks, 1), *pointers, self.rank, pieces, each, self.room)
+        run(one_shot(FLOATS[x.dtype], self.ranks), x.device, (blocks, 1), *pointers, self.rank, pieces, each, self.room)

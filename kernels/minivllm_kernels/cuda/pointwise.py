@@ -1,4 +1,4 @@
-"""CUDA kernels for add + RMS norm, rotary embedding with cache write, SiLU gate."""
+"""CUDA kernels for add + RMS norm, rotary embedding with cache write, SiLU gate, argmax."""
 
 # Generated from nbs/numba_kernels/cuda/pointwise.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -6,8 +6,35 @@ import functools
 from typing import Any
 
 from minivllm_kernels.cuda.cache import int8_writer
-from minivllm_kernels.cuda.simt import LOG2E, CudaKernel, cuda, device, f32, half_ops, i64, kernel, u32, warp_sum
-from minivllm_kernels.cuda.warp import exp2, grid_release, grid_wait, ldg128, ldg128_stream, pack_e4m3, rsqrt, stg128
+from minivllm_kernels.cuda.simt import (
+    LOG2E,
+    CudaKernel,
+    cuda,
+    device,
+    f32,
+    half_ops,
+    i32,
+    i64,
+    kernel,
+    u32,
+    warp_max,
+    warp_sum,
+)
+from minivllm_kernels.cuda.warp import (
+    as_f32,
+    as_word,
+    exp2,
+    fmax,
+    fmax_or_nan,
+    grid_release,
+    grid_wait,
+    ldg128,
+    ldg128_stream,
+    pack_e4m3,
+    rsqrt,
+    shfl_xor,
+    stg128,
+)
 
 NORM_SIGNATURE = "u32* u32* u32* u32* f32 i32 i32 i32"
 """out, residual, x, weight; eps; 1 if there is a residual to add; words from one row of x and of out to the next."""
@@ -256,3 +283,94 @@ def silu_mul(dtype: str, size: int) -> CudaKernel:
         stg128(out, row * (size // 2) + e, y)
 
     return multiply
+
+
+LARGEST_THREADS = 1024
+LARGEST_HELD = 4  # pieces of 16 bytes that a thread has under way
+
+
+def _unpacker(dtype: str) -> tuple[int, Any]:
+    """How many numbers a word holds, and a device function: the first of them, or another one, as float32."""
+    if dtype == "float32":
+
+        @device
+        def whole(word, second):
+            return as_f32(word)
+
+        return 1, whole
+    half = half_ops(dtype)
+    lo, hi = half.lo, half.hi
+
+    @device
+    def one_of_two(word, second):
+        return hi(word) if second else lo(word)
+
+    return 2, one_of_two
+
+
+@functools.cache
+def first_largest(dtype: str) -> CudaKernel:
+    """out int64 [rows]: where the largest number of each row of x is, of equals the first; -1 if it is infinite, or one is NaN.
+
+    dtype: of x, "bfloat16", "float16" or "float32". A row is `pieces` times 16 bytes. Grid (rows, 1).
+    """
+    EACH, unpack = _unpacker(dtype)
+    THREADS, WARPS, HELD, WORDS = LARGEST_THREADS, LARGEST_THREADS // 32, LARGEST_HELD, 4 * LARGEST_HELD
+
+    @device
+    def peak(kept, at):
+        high = unpack(kept[at], 0)
+        for w in range(4):
+            for i in range(EACH):
+                high = fmax_or_nan(high, unpack(kept[at + w], i))
+        return high
+
+    @kernel("i64* u32* i32 i32", LARGEST_THREADS, f"first_largest_{dtype}")
+    def find(out, x, pieces, x_s):
+        tid = cuda.threadIdx.x
+        row = i64(cuda.blockIdx.x) * x_s
+        tops = cuda.shared.array(WARPS, f32)
+        firsts = cuda.shared.array(WARPS, f32)
+        kept = cuda.local.array(WORDS, u32)
+        best = as_f32(u32(0xFF800000))
+        top = best  # NaN, once there was one
+        place = i32(0)
+        grid_release()
+        grid_wait()
+        for begin in range(tid, pieces, HELD * THREADS):
+            for c in range(HELD):
+                a = ldg128(x, row + min(begin + c * THREADS, pieces - 1) * 4)
+                for w in range(4):
+                    kept[c * 4 + w] = a[w]
+            for c in range(HELD):
+                high = peak(kept, c * 4)
+                top = fmax_or_nan(top, high)
+                if high > best:
+                    best = high
+                    place = i32(min(begin + c * THREADS, pieces - 1))
+        for step in range(5):
+            top = fmax_or_nan(top, shfl_xor(top, 16 >> step))
+        if tid % 32 == 0:
+            tops[tid // 32] = top
+        cuda.syncthreads()
+        for w in range(WARPS):
+            top = fmax_or_nan(top, tops[w])
+        first = f32(-(1 << 30))  # minus a place: the largest is the first
+        if best == top:
+            first = f32(-place)
+        first = warp_max(first)
+        if tid % 32 == 0:
+            firsts[tid // 32] = first
+        cuda.syncthreads()
+        if tid == 0:
+            for w in range(WARPS):
+                first = fmax(first, firsts[w])
+            found = i64(-1)
+            if as_word(top) & u32(0x7FFFFFFF) < u32(0x7F800000):
+                word = i32(-first) * 4
+                for i in range(4 * EACH):
+                    if found < 0 and unpack(x[row + word + i // EACH], i % EACH) == top:
+                        found = i64(word) * EACH + i
+            out[cuda.blockIdx.x] = found
+
+    return find

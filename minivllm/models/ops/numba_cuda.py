@@ -64,3 +64,9 @@ class NumbaCudaOps(TorchOps):
         if both.shape[1] % 16:
             return TorchOps.gated_linear(self, both, lambda both: both, activation)
         return cuda_kernels().silu_mul(both)
+
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if logits.stride(-1) != 1 or not cuda_kernels().takes_largest(logits):
+            return TorchOps.argmax(self, logits)
+        ids = cuda_kernels().first_largest(logits)
+        return ids, ids >= 0

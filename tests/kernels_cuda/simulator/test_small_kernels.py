@@ -354,6 +354,19 @@ def test_more_warps_share_long_rows_of_few_outputs(features, size, split):
         assert name == f"mma_gemv_bfloat16_k{features}_r{8 if rows == 2 else 16}_s{split}"
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_argmax_is_the_first_of_equals_or_none(dtype, monkeypatch):
+    monkeypatch.setattr(pointwise, "LARGEST_THREADS", 64)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((7, 8 * 131)).astype(np.float32).round(1)  # many equals
+    x[0], x[1, 5], x[2, -1], x[3, 1:], x[4] = -np.inf, np.nan, np.inf, -np.inf, -0.0
+    bits = x if dtype == "float32" else to_half(x, dtype)
+    want = (x if dtype == "float32" else to_float(bits, dtype)).argmax(-1)
+    out, pieces = np.zeros(7, np.int64), x.shape[1] * bits.itemsize // 16
+    pointwise.first_largest.__wrapped__(dtype).simulate((7, 1), out, words(bits), pieces, 4 * pieces)
+    assert out.tolist() == [-1, -1, -1, *want[3:]]
+
+
 @pytest.mark.parametrize("features, split", [(4096, 2), (8192, 2), (14336, 4)])
 def test_four_warps_share_long_rows(features, split):
     assert gemv.choose_gemv("bfloat16", features, 8192, 1, 132).kernel.name == f"fma_gemv_bfloat16_k{features}_s{split}"
