@@ -8,7 +8,6 @@ from typing import Any
 
 from minivllm_kernels.cuda.planning import (
     FIELDS,
-    MAX_PARTS,
     TILE,
     WORK_END,
     WORK_FIRST,
@@ -30,17 +29,16 @@ from minivllm_kernels.cuda.simt import (
     i64,
     kernel,
     u32,
-    warp_max,
-    warp_sum,
 )
 from minivllm_kernels.cuda.warp import (
     as_f32,
-    atomic_inc,
+    atomic_arrive,
     e4m3_hi,
     e4m3_lo,
     exp2,
     fmax,
     grid_release,
+    grid_wait,
     int8_hi,
     int8_lo,
     ldcg2,
@@ -48,6 +46,7 @@ from minivllm_kernels.cuda.warp import (
     ldg128,
     ldg128_stream,
     movmatrix,
+    prefetch_l2,
     prmt,
     shfl_xor,
 )
@@ -112,70 +111,52 @@ def merge_streams(shape: AttentionShape, parts: int, streams: int, threads: int,
     return merge
 
 
+MERGED_AHEAD = 8  # partials that a thread reads at a time when they are merged
+
+
 def merge_partials(shape: AttentionShape, warps: int) -> Any:
-    """A device function for the last block of a cut sequence: join the partials of all blocks."""
-    D, W, THREADS, WARPS = shape.head_dim, shape.head_dim // 2, warps * 32, warps
+    """A device function for the last block of a cut sequence: join the partials of all blocks.
+
+    A thread weighs the partials of its two numbers itself, so that it waits for their maxima and their outputs at once.
+    """
+    D, W, THREADS = shape.head_dim, shape.head_dim // 2, warps * 32
+    AHEAD, KEPT = MERGED_AHEAD, 2 * MERGED_AHEAD
     pack = half_ops(shape.dtype).pack
 
     @device
-    def weigh(weights, p_ml, at, step, parts, lane):
-        """Weights of a head's partials, two a lane: exp2(maximum) over the sum of all."""
-        ma = f32(NEG)
-        mb = f32(NEG)
-        la = f32(0.0)
-        lb = f32(0.0)
-        if lane < parts:
-            x = ldcg2(p_ml, at + lane * step)
-            ma = x[0]
-            la = x[1]
-        if lane + 32 < parts:
-            x = ldcg2(p_ml, at + (lane + 32) * step)
-            mb = x[0]
-            lb = x[1]
-        m = warp_max(fmax(ma, mb))
-        ma = exp2(ma - m)
-        mb = exp2(mb - m)
-        total = warp_sum(la * ma + lb * mb)
-        return ma / total, mb / total
-
-    @device
-    def merge(out, p_o, p_ml, weights, out_at, first_slot, parts, head0, heads, all_heads):
-        warp = cuda.threadIdx.x // 32
-        lane = cuda.threadIdx.x % 32
-        for h in range(warp, heads, WARPS):
-            at = (i64(first_slot) * all_heads + head0 + h) * 2
-            wa, wb = weigh(weights, p_ml, at, all_heads * 2, parts, lane)
-            weights[h * MAX_PARTS + lane] = wa
-            weights[h * MAX_PARTS + lane + 32] = wb
-        cuda.syncthreads()
-        step = all_heads * D
+    def merge(out, p_o, p_ml, out_at, first_slot, parts, head0, heads, all_heads):
+        stats = cuda.local.array(KEPT, f32)
+        kept = cuda.local.array(KEPT, f32)
         for e in range(cuda.threadIdx.x, heads * W, THREADS):
             h = e // W
             d = (e % W) * 2
+            m = f32(NEG)
+            total = f32(0.0)
             a0 = f32(0.0)
             a1 = f32(0.0)
-            at = (i64(first_slot) * all_heads + head0 + h) * D + d
-            x = 0
-            while x + 4 <= parts:  # four loads in flight
-                v0 = ldcg2(p_o, at)
-                v1 = ldcg2(p_o, at + step)
-                v2 = ldcg2(p_o, at + 2 * step)
-                v3 = ldcg2(p_o, at + 3 * step)
-                w0 = weights[h * MAX_PARTS + x]
-                w1 = weights[h * MAX_PARTS + x + 1]
-                w2 = weights[h * MAX_PARTS + x + 2]
-                w3 = weights[h * MAX_PARTS + x + 3]
-                a0 += w0 * v0[0] + w1 * v1[0] + w2 * v2[0] + w3 * v3[0]
-                a1 += w0 * v0[1] + w1 * v1[1] + w2 * v2[1] + w3 * v3[1]
-                at += 4 * step
-                x += 4
-            while x < parts:
-                v0 = ldcg2(p_o, at)
-                a0 += weights[h * MAX_PARTS + x] * v0[0]
-                a1 += weights[h * MAX_PARTS + x] * v0[1]
-                at += step
-                x += 1
-            out[out_at + (head0 + h) * W + d // 2] = pack(a0, a1)
+            first = i64(first_slot) * all_heads + head0 + h
+            for begin in range(0, parts, AHEAD):
+                for x in range(AHEAD):
+                    at = first + min(begin + x, parts - 1) * all_heads
+                    ml, o = ldcg2(p_ml, at * 2), ldcg2(p_o, at * D + d)
+                    stats[2 * x] = ml[0]
+                    stats[2 * x + 1] = ml[1]
+                    kept[2 * x] = o[0]
+                    kept[2 * x + 1] = o[1]
+                before = m
+                for x in range(AHEAD):
+                    m = fmax(m, stats[2 * x])
+                alpha = exp2(before - m)
+                total *= alpha
+                a0 *= alpha
+                a1 *= alpha
+                for x in range(AHEAD):
+                    if begin + x < parts:
+                        weight = exp2(stats[2 * x] - m)
+                        total += weight * stats[2 * x + 1]
+                        a0 += weight * kept[2 * x]
+                        a1 += weight * kept[2 * x + 1]
+            out[out_at + (head0 + h) * W + d // 2] = pack(a0 / total, a1 / total)
 
     return merge
 
@@ -183,31 +164,28 @@ def merge_partials(shape: AttentionShape, warps: int) -> Any:
 def block_finish(shape: AttentionShape, parts: int, streams: int, warps: int, stats: int, pitch: int) -> Any:
     """A device function for the end of a block: merge its streams; the last block of a cut sequence merges all partials.
 
-    weights, arrived: shared memory for it, heads * MAX_PARTS floats and an int32.
+    arrived: shared memory for it, an int32.
     """
     G, PARTS = shape.group, parts
     merge_block = merge_streams(shape, parts, streams, warps * 32, stats, pitch)
     merge_blocks = merge_partials(shape, warps)
 
     @device
-    def finish(out, p_o, p_ml, count, work, item, s_o, s_max, s_sum, weights, arrived, o_s, head0, heads, v_scale):
+    def finish(out, p_o, p_ml, count, work, item, s_o, s_max, s_sum, arrived, o_s, head0, heads, v_scale):
         slot, out_at = work[item + WORK_SLOT], i64(work[item + WORK_ROW]) * o_s
         merge_block(out, p_o, p_ml, s_o, s_max, s_sum, out_at, slot, head0, heads, v_scale)
         if slot >= 0:
             first_slot = work[item + WORK_FIRST_SLOT]
             parts = work[item + WORK_PARTS]
             counter = i64(first_slot) * cuda.gridDim.x + cuda.blockIdx.x
-            cuda.threadfence()
             cuda.syncthreads()
             if cuda.threadIdx.x == 0:
-                arrived[0] = atomic_inc(count, counter)
+                arrived[0] = atomic_arrive(count, counter)
             cuda.syncthreads()
             if arrived[0] == parts - 1:
-                cuda.threadfence()
                 if cuda.threadIdx.x == 0:
                     count[counter] = 0  # ready for the next launch
-                all_heads = cuda.gridDim.x // PARTS * G
-                merge_blocks(out, p_o, p_ml, weights, out_at, first_slot, parts, head0, heads, all_heads)
+                merge_blocks(out, p_o, p_ml, out_at, first_slot, parts, head0, heads, cuda.gridDim.x // PARTS * G)
 
     return finish
 
@@ -367,6 +345,25 @@ def fragment_loaders(shape: AttentionShape) -> tuple[Any, Any, Any]:
     return find_blocks, load_k, load_v
 
 
+def tile_prefetcher(shape: AttentionShape) -> Any:
+    """A device function: let a warp bring a tile's K and V into L2. `blocks` and the rest as of `fragment_loaders`."""
+    MASK = shape.block_size - 1
+    ROW = shape.head_dim * (1 if shape.fp8_kv or shape.int8_kv else 2) // 4  # words
+    LINES = -(-ROW // 32)
+
+    @device
+    def prefetch(kc, vc, blocks, tile, last, lane, s_blk, s_tok, kv_at):
+        for e in range(lane, TILE * LINES, 32):
+            row = e // LINES
+            block = blocks[0] if row < 8 else blocks[1]
+            tok = min(tile + row, last)
+            at = i64(block) * s_blk + kv_at + (tok & MASK) * s_tok + e % LINES * 32
+            prefetch_l2(kc, at)
+            prefetch_l2(vc, at)
+
+    return prefetch
+
+
 def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any, Any]:
     """Device functions load_q_fragments, qk (the scores of a tile) and pv (add its weighted values to the output)."""
     D, (KJ, VH) = shape.head_dim, loads_of_row(shape)
@@ -494,12 +491,12 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     QN, KN, VN, ON = KJ * 4, KJ * 2 * format.words + EXTRA, VH * 4 * format.words + EXTRA, VH * 16
     PREFETCH, FLOOR = D <= 128, ~(15 if shape.block_size % TILE == 0 else 7)
     PITCH, STRIDE, THREADS = D + 4, warps * TILE, warps * 32
-    W8, SO, SWEIGHTS = warps * 8, warps * H * PITCH, H * MAX_PARTS
+    W8, SO = warps * 8, warps * H * PITCH
     # warps of a multiprocessor: its registers hold no more
     RESIDENT = (16 if format.words == 2 else 12) if PREFETCH else 8
     find_blocks, load_k, load_v = fragment_loaders(shape)
     load_q_fragments, qk, pv = tile_matmuls(shape)
-    store_warp = warp_store(shape, PITCH)
+    store_warp, prefetch = warp_store(shape, PITCH), tile_prefetcher(shape)
     finish = block_finish(shape, PARTS, warps, warps, 8, PITCH)
 
     @kernel(DECODE_SIGNATURE, THREADS, f"decode_mma_{shape.name}_w{warps}", min_blocks=max(1, RESIDENT // warps))
@@ -509,7 +506,6 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
         s_o = cuda.shared.array(SO, f32)
         s_max = cuda.shared.array(W8, f32)
         s_sum = cuda.shared.array(W8, f32)
-        weights = cuda.shared.array(SWEIGHTS, f32)
         arrived = cuda.shared.array(1, i32)
         item = cuda.blockIdx.y * FIELDS
         seq, row = work[item + WORK_SEQ], work[item + WORK_ROW]
@@ -533,13 +529,16 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
         o = cuda.local.array(ON, f32)
         for x in range(ON):
             o[x] = f32(0.0)
+        tile = (first & FLOOR) + warp * TILE
+        blocks = find_blocks(table, pages, tile, last)
+        if tile < end:  # no earlier kernel of the step writes the block table; one writes new tokens, but L2 sees that
+            prefetch(kc, vc, blocks, tile, last, tid % 32, s_blk, s_tok, kv_at)
+        grid_wait()
         load_q_fragments(qf, q, i64(row) * q_s + (head0 + g) * W, g < heads, t)
         m0 = f32(NEG)  # of head 2t, over the tokens of this warp so far
         m1 = f32(NEG)  # of head 2t + 1
         sum0 = f32(0.0)  # of this lane's own tokens; summed over the lanes at the end
         sum1 = f32(0.0)
-        tile = (first & FLOOR) + warp * TILE
-        blocks = find_blocks(table, pages, tile, last)
         if PREFETCH and tile < end:
             load_k(k, kc, blocks, tile, last, g, t, s_blk, s_tok, kv_at)
             load_v(v, vc, blocks, tile, last, g, t, s_blk, s_tok, kv_at)
@@ -581,6 +580,6 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
         sum0, sum1 = over_tokens_sum(sum0, sum1)
         store_warp(s_o, s_max, s_sum, o, m0, m1, sum0, sum1, warp, g, t)
         cuda.syncthreads()
-        finish(out, p_o, p_ml, count, work, item, s_o, s_max, s_sum, weights, arrived, o_s, head0, heads, v_scale)
+        finish(out, p_o, p_ml, count, work, item, s_o, s_max, s_sum, arrived, o_s, head0, heads, v_scale)
 
     return decode_mma

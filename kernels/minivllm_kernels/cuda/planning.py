@@ -109,7 +109,7 @@ def cut(
     return items, int(slots.sum())
 
 
-WAVES = ((8, 1, 4), (4, 3, 8), (2, 6, 8))
+WAVES = ((8, 1, 8), (4, 3, 8), (2, 6, 8))
 """(warps a block, blocks a multiprocessor, tiles below which a piece is not worth its overhead)."""
 WIDE_WAVES = ((4, 2, 4), (2, 4, 8))
 """The same for head_dim 256, which takes more registers."""

@@ -14,11 +14,12 @@ from llvmlite import ir
 from minivllm_kernels.cuda import warp_sim
 
 __all__ = [
-    "LLVM", "NUMBA", "REGISTER", "SIM", "as_f32", "as_word", "atomic_inc", "bf16_hi", "bf16_lo", "cp_async16",
-    "cp_commit", "cp_wait_older", "e4m3_hi", "e4m3_lo", "exp2", "f16_hi", "f16_lo", "fmax", "fmax_or_nan",
-    "grid_release", "grid_wait", "int8_hi", "int8_lo", "ldcg2", "ldg64_stream", "ldg128", "ldg128_stream",
-    "ldmatrix_x4", "ldmatrix_x4_trans", "mma_bf16", "mma_f16", "movmatrix", "pack_bf16", "pack_e4m3",
-    "pack_f16", "pack_int8", "prmt", "rsqrt", "shfl_xor", "smem_addr", "stg128", "sts128",
+    "LLVM", "NUMBA", "REGISTER", "SIM", "as_f32", "as_word", "atomic_arrive", "atomic_inc", "bf16_hi",
+    "bf16_lo", "cp_async16", "cp_commit", "cp_wait_older", "e4m3_hi", "e4m3_lo", "exp2", "f16_hi", "f16_lo",
+    "fmax", "fmax_or_nan", "grid_release", "grid_wait", "int8_hi", "int8_lo", "ldcg2", "ldg64_stream",
+    "ldg128", "ldg128_stream", "ldmatrix_x4", "ldmatrix_x4_trans", "mma_bf16", "mma_f16", "movmatrix",
+    "pack_bf16", "pack_e4m3", "pack_f16", "pack_int8", "prefetch_l2", "prmt", "rsqrt", "shfl_xor",
+    "smem_addr", "stg128", "sts128",
 ]  # fmt: skip
 
 SIM = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("0", "")
@@ -282,6 +283,12 @@ def ldg64_stream(pointer, index):
     return pointer[index], pointer[index + 1]
 
 
+@instruction("prefetch.global.L2 [$0];", "", "ptr", effect=True)
+def prefetch_l2(pointer, index):
+    """Bring the 128 bytes around `pointer[index]` into L2."""
+    pointer.check(index)
+
+
 @instruction("ld.global.cg.v2.f32 {$0,$1}, [$2];", "f32 f32", "ptr", effect=True)
 def ldcg2(pointer, index):
     """Two float32 that another block may have written, from L2."""
@@ -315,6 +322,13 @@ def atomic_inc(pointer, index):
         old = int(pointer[index])
         pointer[index] = old + 1
     return old
+
+
+@instruction("atom.acq_rel.gpu.global.add.s32 $0, [$1], 1;", "i32", "ptr", effect=True)
+def atomic_arrive(pointer, index):
+    """As `atomic_inc`, between what the block did before it and what it does after. For one thread, between two `syncthreads`: who arrives
+    last sees what all blocks have written."""
+    return atomic_inc(pointer, index)
 
 
 @instruction("griddepcontrol.wait;", effect=True)
