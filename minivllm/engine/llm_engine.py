@@ -27,6 +27,7 @@ from minivllm.models.tokenizer import find_tokenizer, get_tokenizer
 from minivllm.multimodal.processor import MediaProcessor
 from minivllm.runtime.executor import Executor, plan_engine
 from minivllm.runtime.executors.select import load_first, make_executor
+from minivllm.runtime.machine import freeze_gc_heap
 from minivllm.runtime.weights import Function, Weights
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.params import InvalidParameter, SamplingParams
@@ -166,6 +167,7 @@ class LLMEngine(EngineControls):
             find_tokenizer(args.tokenizer or plan.config.model.path, args.download_dir)
         plan = load_first(plan)
         tokenizer, grammar = load_tokenizer(plan.config, plan.model.eos_token_ids)
+        freeze_gc_heap()
         executor = make_executor(plan, logits_processors, grammar)
         config = executor.config
         core = EngineCore(

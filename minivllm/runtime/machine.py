@@ -3,6 +3,8 @@
 # Generated from nbs/runtime/machine.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
+import functools
+import gc
 import logging
 import os
 import platform
@@ -105,6 +107,15 @@ def keep_freed_memory() -> None:
 
 
 _CPU_BF16 = ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16")
+
+
+@functools.cache
+def freeze_gc_heap() -> None:
+    """Let the garbage collector pass over all that is there now, modules above all: going through it stops a process for .2 s.
+
+    Does so once in a process. Later, an engine is among what is there, and must be freed when it is gone.
+    """
+    gc.freeze()
 
 
 def has_native_bf16(device: str) -> bool:

@@ -27,6 +27,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from minivllm.engine.arguments import add_engine_arguments, engine_args_from, with_config
 from minivllm.engine.async_llm import AsyncLLM
+from minivllm.runtime.machine import freeze_gc_heap
 from minivllm.serving.answers import tool_use
 from minivllm.serving.chat import chat_router, render_request
 from minivllm.serving.completions import completions_router
@@ -525,6 +526,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException:
         sock.close()
         raise
+    freeze_gc_heap()
     return run_server(
         app,
         sock,

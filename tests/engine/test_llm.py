@@ -1,6 +1,8 @@
 """LLM and LLMEngine on a tiny random model: inputs, outputs, trouble."""
 
+import gc
 import signal
+import weakref
 from collections import UserDict
 from itertools import permutations
 
@@ -742,3 +744,13 @@ def test_a_seed_gives_the_same_tokens_in_any_batch_with_an_invariant_backend(pat
         alone = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0].token_ids
         crowd = llm.generate([[1, 2, 3], *others], params, use_tqdm=False)[0].outputs[0].token_ids
     assert alone == crowd
+
+
+def test_the_collector_passes_over_modules_but_frees_engines(path):
+    """The second engine is made while the first is there."""
+    first, second = (LLM(path, num_gpu_blocks=64, **SMALL) for _ in range(2))
+    assert gc.get_freeze_count() > 50_000
+    cores = [weakref.ref(llm.llm_engine.core) for llm in (first, second)]
+    del first, second
+    gc.collect()
+    assert [core() for core in cores] == [None, None]
