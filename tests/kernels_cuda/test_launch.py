@@ -1,6 +1,7 @@
 """What surrounds the kernels, without a GPU: parameter layout, the PTX cache, refusals."""
 
 import ctypes
+import gc
 import subprocess
 import sys
 
@@ -128,3 +129,21 @@ def test_asking_about_a_cpu_does_not_import_numba():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_the_collector_is_on_again_after_a_compilation():
+    seen = []
+
+    def stop(*args, **kwargs):
+        seen.append(gc.isenabled())
+        raise NotImplementedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simt.cuda, "compile", stop)
+        for on in (True, False):
+            (gc.enable if on else gc.disable)()
+            with pytest.raises(NotImplementedError):
+                pointwise.silu_mul("float16", 64).ptx()
+            assert gc.isenabled() == on
+            gc.enable()
+    assert seen == [False, False]

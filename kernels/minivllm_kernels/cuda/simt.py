@@ -2,10 +2,12 @@
 
 # Generated from nbs/numba_kernels/cuda/simt.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import gc
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +144,18 @@ if SIM:
     _lock_shared_arrays()
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Let the garbage collector wait: it looks again and again through what a compiler makes, and a kernel takes half as long again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 @dataclass(frozen=True, eq=False)
 class CudaKernel:
     """A kernel before compilation.
@@ -183,9 +197,10 @@ class CudaKernel:
         if self.hopper_only and cc != (9, 0):
             raise ValueError(f"kernel {self.name} runs on compute capability 9.0 only, not on {cc[0]}.{cc[1]}")
         signature, target = types.void(*numba_types(self.signature)), (*cc, "a") if self.hopper_only else cc
-        text, _ = cuda.compile(
-            self.function, signature, cc=target, device=False, abi="numba", output="ptx", fastmath=True
-        )
+        with _no_collections():
+            text, _ = cuda.compile(
+                self.function, signature, cc=target, device=False, abi="numba", output="ptx", fastmath=True
+            )
         for index, kind in enumerate(self.signature.split()):
             text = _map_by_value(text, index) if kind == "map" else text
         return _with_bounds(
