@@ -2,8 +2,8 @@
 
 # Generated from nbs/attention/select.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import importlib
 from collections.abc import Callable, Iterable
+from pkgutil import resolve_name
 
 import torch
 
@@ -58,10 +58,7 @@ def make_backend(name: str) -> AttentionBackend:
     if name not in _BACKENDS:
         raise ValueError(f"no attention backend {name!r}; known: auto, {', '.join(_BACKENDS)}")
     make = _BACKENDS[name]
-    if callable(make):
-        return make()
-    module, _, attribute = make.partition(":")
-    return getattr(importlib.import_module(module), attribute)()
+    return (resolve_name(make) if isinstance(make, str) else make)()
 
 
 def select_backend(

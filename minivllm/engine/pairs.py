@@ -29,10 +29,6 @@ class Pairs:
             return [scores[0] for scores in pooled]
         return [cosine(pooled[i], pooled[j]) for i, j in self.places]
 
-    def num_tokens(self, lengths: Sequence[int]) -> list[int]:
-        """Tokens of each pair. lengths: of each prompt."""
-        return list(lengths) if self.places is None else [lengths[i] + lengths[j] for i, j in self.places]
-
 
 def make_pairs(
     tokenizer: Any, facts: PoolingFacts, first: Sequence[str], second: Sequence[str], keep: int | None

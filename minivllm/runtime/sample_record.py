@@ -47,8 +47,27 @@ class SampleRecord:
         tokenizer: Any = None,
         top: int = 5,
     ) -> pd.DataFrame:
-        """How the token was chosen: see `explain_sample`. `sampler`: the engine's, if it has its own stages."""
-        return explain_sample(self, sampler or Sampler(), grammar, tokenizer, top)
+        """The stages of the token: see `Sampler.explain` for the columns.
+
+        Args:
+            sampler: the engine's, if it has its own stages.
+            grammar: for a request with structured outputs.
+            tokenizer: to show tokens as texts.
+        """
+        matcher = None
+        if self.params.structured_outputs is not None:
+            assert grammar is not None, "a request with structured outputs ran, so there was a compiler"
+            matcher = grammar.matcher(self.params.structured_outputs)
+        return (sampler or Sampler()).explain(
+            torch.from_numpy(self.logits),
+            self.params,
+            prompt_token_ids=self.prompt_token_ids,
+            output_token_ids=self.output_token_ids,
+            seed=self.seed,
+            matcher=matcher,
+            tokenizer=tokenizer,
+            top=top,
+        )
 
 
 SampleLog = dict[tuple[str, int], SampleRecord]
@@ -77,27 +96,3 @@ def forget_samples(log: SampleLog, view: RequestView, count: int) -> None:
     """Drop the records of the first `count` places behind a request's output: they followed draft tokens that were rejected."""
     for place in range(count):
         log.pop((view.request_id, len(view.output_token_ids) + place), None)
-
-
-def explain_sample(
-    record: SampleRecord,
-    sampler: Sampler,
-    grammar: GrammarCompiler | None = None,
-    tokenizer: Any = None,
-    top: int = 5,
-) -> pd.DataFrame:
-    """The stages of one token: see `Sampler.explain` for the columns. Tokens are texts if a tokenizer is given."""
-    matcher = None
-    if record.params.structured_outputs is not None:
-        assert grammar is not None, "a request with structured outputs ran, so there was a compiler"
-        matcher = grammar.matcher(record.params.structured_outputs)
-    return sampler.explain(
-        torch.from_numpy(record.logits),
-        record.params,
-        prompt_token_ids=record.prompt_token_ids,
-        output_token_ids=record.output_token_ids,
-        seed=record.seed,
-        matcher=matcher,
-        tokenizer=tokenizer,
-        top=top,
-    )
