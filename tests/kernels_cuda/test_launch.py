@@ -40,7 +40,8 @@ def test_ptx_is_compiled_once_and_kept(monkeypatch, tmp_path):
 def test_launch_bounds_enter_the_ptx():
     text = ".visible .entry name(\n\t.param .u64 a\n)\n{\n ret; }"
     assert ")\n.maxntid 64, 1, 1\n.minnctapersm 3\n\n{" in simt._with_bounds(text, 64, 3)
-    assert "minnctapersm" not in simt._with_bounds(text, 64, 0)
+    assert "minnctapersm" not in simt._with_bounds(text, 64, 0) and "cluster" not in simt._with_bounds(text, 64, 3)
+    assert ".explicitcluster\n.reqnctapercluster 4, 1, 1\n" in simt._with_bounds(text, 64, 0, 4)
 
 
 def test_cards_before_hopper_get_kernels_that_start_one_after_the_other():
