@@ -213,7 +213,7 @@ class InputBatch:
             self.token_ids[row, known : known + len(token_ids)] = token_ids
 
     def accept(self, request_id: str, num_drafts: int, token_ids: Sequence[int]) -> None:
-        """After `advance` over a step with draft tokens: append what was sampled, and take back what was computed for the others."""
+        """After a step with draft tokens: append what was sampled, and take back what was computed for the others."""
         row = self.row_of[request_id]
         known = self.num_tokens[row]
         self.token_ids[row, known : known + len(token_ids)] = token_ids[: self.token_ids.shape[1] - known]

@@ -5,7 +5,16 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PrivateAttr,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from minivllm.serving.errors import ApiError, from_validation
@@ -111,6 +120,21 @@ class ResponseFunctionTool(FunctionDefinition):
         return data
 
 
+def _unless_left_out(tool: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    return None if isinstance(tool, dict) and tool.get("type") in _LEFT_OUT else check(tool)
+
+
+def _without_left_out(tools: list[Any]) -> list[Any]:
+    kept = [tool for tool in tools if tool is not None]
+    if len(kept) < len(tools):
+        why = "the web is not searched here, and the model is not told of web_search"
+        log_no_effect("ResponsesRequest", "tools", why)
+    return kept
+
+
+_Tool = Annotated[ResponseFunctionTool, WrapValidator(_unless_left_out)]
+
+
 class ResponseFunctionName(ApiModel):
     type: Literal["function"]
     name: str
@@ -193,7 +217,7 @@ class ResponseFields(ApiModel):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[ResponseFunctionTool], Field(max_length=256)] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=256), AfterValidator(_without_left_out)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseFunctionName | ResponseAllowedTools | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
@@ -222,18 +246,9 @@ class ResponsesRequest(ResponseFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_hosted_tools(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        check_count("input", data.get("input"))
-        tools = data.get("tools")
-        if isinstance(tools, list):
-            kept = [tool for tool in tools if not (isinstance(tool, dict) and tool.get("type") in _LEFT_OUT)]
-            if len(kept) < len(tools):
-                log_no_effect(
-                    cls.__name__, "tools", "the web is not searched here, and the model is not told of web_search"
-                )
-            data = {**data, "tools": kept}
+    def _count_items(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            check_count("input", data.get("input"))
         return data
 
     @model_validator(mode="after")

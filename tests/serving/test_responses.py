@@ -245,7 +245,7 @@ def test_items_become_messages():
         ({"input": "x", "include": [1]}, "include[0]", "string"),
         ({"input": "x", "reasoning": {"mode": "pro"}}, "mode", "not supported"),
         ({"input": "x", "tools": [{"type": "file_search"}]}, "tools[0]", "must be 'function' (or 'web_search', which is left out), got 'file_search'"),
-        ({"input": "x", "tools": [{"type": "web_search"}, {"type": "mcp"}]}, "tools[", "got 'mcp'"),
+        ({"input": "x", "tools": [{"type": "web_search"}, {"type": "mcp"}]}, "tools[1]", "got 'mcp'"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "1"),
         ({"input": "x", "temperature": 9}, "temperature", "[0, 2]"),
