@@ -546,7 +546,6 @@ class MachineFacts:
         free_memory_bytes: free memory of that device, before the weights are loaded.
         total_memory_bytes: all memory of that device.
         has_bf16: the device multiplies bfloat16 natively.
-        num_cores: physical cores.
         attention_backend: the backend chosen for "auto" (or the one asked for).
         attention_backend_why: the reason for it.
         linear_kernel, linear_kernel_why: the matmuls that the model gets, and the reason for them.
@@ -557,7 +556,6 @@ class MachineFacts:
     free_memory_bytes: int
     total_memory_bytes: int
     has_bf16: bool
-    num_cores: int
     attention_backend: str
     attention_backend_why: str
     linear_kernel: str = "torch"

@@ -108,13 +108,11 @@ class PrefixCacheStats:
     """What prefix look-ups found.
 
     Attributes:
-        lookups: requests that were looked up.
         skipped: requests that were not: caching is off, or the request asked for it.
         query_tokens: tokens of the requests looked up.
         hit_tokens: those of them that were cached.
     """
 
-    lookups: int = 0
     skipped: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
@@ -183,7 +181,6 @@ class KVCacheManager:
         if not self.config.enable_prefix_caching or request.skip_reading_prefix_cache:
             self.stats.skipped += 1
         else:
-            self.stats.lookups += 1
             self.stats.query_tokens += request.num_tokens
             self.stats.hit_tokens += hit.num_tokens
 

@@ -44,7 +44,7 @@ class KVEventPublisher:
             raise ImportError(
                 f"publishing KV events needs {error.name}; install it with: pip install 'minivllm[server]'"
             ) from error
-        self._pack, self._zmq = msgpack.packb, zmq
+        self._pack = msgpack.packb
         self._topic, self._buffer = topic.encode(), deque[tuple[int, bytes]](maxlen=buffer_steps)
         self._context = zmq.Context()
         self._replay: Any = None

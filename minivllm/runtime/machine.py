@@ -165,7 +165,6 @@ def machine_facts(
         free_memory_bytes=free,
         total_memory_bytes=total,
         has_bf16=has_native_bf16(device),
-        num_cores=torch.get_num_threads(),
         attention_backend=attention[0],
         attention_backend_why=attention[1],
         linear_kernel=linear[0],

@@ -16,7 +16,7 @@ from minivllm.core.config import (
 
 LAYER = KVCacheSpec("full", 16, 2, 8, dtype_bytes=2)
 MODEL = ModelFacts("m", "", 100, 4, 512, (LAYER,) * 4, 1000, "bfloat16")
-CPU = MachineFacts("cpu", 10**9, 2 * 10**9, True, 2, "sdpa", "because")
+CPU = MachineFacts("cpu", 10**9, 2 * 10**9, True, "sdpa", "because")
 
 
 def config(machine=CPU, **kwargs):
@@ -121,7 +121,7 @@ def test_budget_alone_lowers_max_num_seqs():
 
 
 def test_gpu_memory_leaves_out_what_others_use():
-    gpu = MachineFacts("cuda", 70_000, 100_000, True, 2, "sdpa", "because")
+    gpu = MachineFacts("cuda", 70_000, 100_000, True, "sdpa", "because")
     per_block = 4 * LAYER.bytes_per_block
     assert config(gpu, gpu_memory_utilization=0.5).cache.num_gpu_blocks == (50_000 - 1000 - 30_000) // per_block
 

@@ -12,7 +12,7 @@ from minivllm.sampling.params import SamplingParams
 def make(tokenizer=None, generation_config=None, **settings):
     args = EngineArgs(dtype="float32", **{"num_gpu_blocks": 9, "block_size": 4} | settings)
     facts = ModelFacts("tiny", "", VOCAB_SIZE, 1, 256, (KVCacheSpec("full", args.block_size, 1, 8),), 0)
-    machine = MachineFacts("cpu", 2**30, 2**30, False, 1, "none", "no model")
+    machine = MachineFacts("cpu", 2**30, 2**30, False, "none", "no model")
     config = resolve(args, facts, machine, choose_dtype("float32", "float32", "cpu", False))
     return InputProcessor(config, tokenizer or tiny_tokenizer(), generation_config)
 

@@ -192,7 +192,7 @@ def test_explain_says_which_kernel_computes_prompts():
     facts = ModelFacts(
         "m", "m", 100, 1, 64, (KVCacheSpec("full", 16, 2, 64, None, 1, (("scale_bytes", 4),)),), 10**6, "bfloat16"
     )
-    machine = MachineFacts("cuda", 10**10, 10**10, True, 2, "numba_cuda", "why")
+    machine = MachineFacts("cuda", 10**10, 10**10, True, "numba_cuda", "why")
     args = EngineArgs(model="m", kv_cache_dtype="int8_per_token_head", num_gpu_blocks=40)
     chosen = {
         d.setting: (d.value, d.why) for d in resolve(args, facts, machine, Decision("dtype", "bfloat16", "")).decisions

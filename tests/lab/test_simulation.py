@@ -272,7 +272,7 @@ def test_an_engine_config_is_taken_as_it_is():
 
     specs = tuple(KVCacheSpec("full", 16, 1, 8) for _ in range(2))
     facts = ModelFacts("toy", "/toy", 100, 2, 512, specs, 1000)
-    machine = MachineFacts("cpu", 10**9, 10**9, False, 2, "reference", "asked for")
+    machine = MachineFacts("cpu", 10**9, 10**9, False, "reference", "asked for")
     config = resolve(
         EngineArgs(num_gpu_blocks=40, max_num_seqs=3), facts, machine, Decision("dtype", "float32", "asked for")
     )
