@@ -21,10 +21,10 @@ from minivllm.core.plugins import load_plugins
 from minivllm.core.request import FinishReason, Request
 from minivllm.core.scheduler import WallClock
 from minivllm.engine.core import EngineCore, no_step
-from minivllm.engine.llm_engine import LLMEngine, load_tokenizer, warm_up
+from minivllm.engine.llm_engine import LLMEngine, warm_up
 from minivllm.engine.wire import Channel, from_columns, in_columns
 from minivllm.lora.adapter import AdapterError
-from minivllm.runtime.executor import read_model
+from minivllm.runtime.executor import load_tokenizer, read_model
 from minivllm.runtime.executors.mp import how_it_ended, start_module
 from minivllm.runtime.weights import Function, Weights, as_path, pack_function
 from minivllm.sampling.grammar import GrammarCompiler, PendingGrammar

@@ -23,13 +23,12 @@ from minivllm.engine.outputs import RequestOutput
 from minivllm.lora.adapter import AdapterError, LoRARequest
 from minivllm.lora.store import AdapterRegistry, RegisteredAdapter
 from minivllm.models.spec import DecoderSpec
-from minivllm.models.tokenizer import find_tokenizer, get_tokenizer
+from minivllm.models.tokenizer import find_tokenizer
 from minivllm.multimodal.processor import MediaProcessor
-from minivllm.runtime.executor import Executor, plan_engine
+from minivllm.runtime.executor import Executor, load_tokenizer, plan_engine
 from minivllm.runtime.executors.select import load_first, make_executor
 from minivllm.runtime.machine import freeze_gc_heap
 from minivllm.runtime.weights import Function, Weights
-from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.params import InvalidParameter, SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.transforms import Transform
@@ -44,19 +43,6 @@ logger = logging.getLogger("minivllm.engine")
 # Fields of a model's generation config, and the names that SamplingParams has for them.
 FROM_GENERATION_CONFIG = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 FROM_GENERATION_CONFIG["max_new_tokens"] = "max_tokens"
-
-
-def load_tokenizer(config: EngineConfig, eos_token_ids: Sequence[int]) -> tuple[Any, GrammarCompiler | None]:
-    """The tokenizer and what compiles grammars with it; None for both with ``skip_tokenizer_init``.
-
-    ``eos_token_ids``: of the model, besides the tokenizer's own. Raises ValueError if there is no tokenizer.
-    """
-    args = config.args
-    if args.skip_tokenizer_init:
-        return None, None
-    tokenizer = get_tokenizer(args.tokenizer or config.model.path, args.download_dir)
-    ends = dict.fromkeys([tokenizer.eos_token_id, *eos_token_ids])
-    return tokenizer, GrammarCompiler(tokenizer, config.model.vocab_size, [i for i in ends if i is not None])
 
 
 class EngineControls:

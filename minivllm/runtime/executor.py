@@ -36,6 +36,7 @@ from minivllm.models.loading import LoadedModel, load_model
 from minivllm.models.mixers.moe import MoESpec
 from minivllm.models.parallel import Share, Stage, TensorGroup
 from minivllm.models.pooling import pooling_facts
+from minivllm.models.tokenizer import get_tokenizer
 from minivllm.multimodal.encoder import TowerEncoder, load_encoder
 from minivllm.runtime.machine import (
     choose_device,
@@ -165,6 +166,19 @@ def read_model(args: EngineArgs) -> LoadedModel:
         seed=args.seed,
         model_impl=args.model_impl,
     )
+
+
+def load_tokenizer(config: EngineConfig, eos_token_ids: Sequence[int]) -> tuple[Any, GrammarCompiler | None]:
+    """The tokenizer and what compiles grammars with it; None for both with ``skip_tokenizer_init``.
+
+    ``eos_token_ids``: of the model, besides the tokenizer's own. Raises ValueError if there is no tokenizer.
+    """
+    args = config.args
+    if args.skip_tokenizer_init:
+        return None, None
+    tokenizer = get_tokenizer(args.tokenizer or config.model.path, args.download_dir)
+    ends = dict.fromkeys([tokenizer.eos_token_id, *eos_token_ids])
+    return tokenizer, GrammarCompiler(tokenizer, config.model.vocab_size, [i for i in ends if i is not None])
 
 
 def with_pooling(facts: ModelFacts, loaded: LoadedModel, args: EngineArgs) -> ModelFacts:

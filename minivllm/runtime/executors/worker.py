@@ -29,8 +29,7 @@ from minivllm.core.config import EngineArgs, EngineConfig, MachineFacts, stage_g
 from minivllm.core.output import ModelRunnerOutput, SchedulerOutput
 from minivllm.core.plugins import load_plugins
 from minivllm.models.parallel import Adder, Share, Spans, Stage, TensorGroup
-from minivllm.models.tokenizer import get_tokenizer
-from minivllm.runtime.executor import EnginePlan, find_method, load_decoder, measure_memory, read_model
+from minivllm.runtime.executor import EnginePlan, find_method, load_decoder, load_tokenizer, measure_memory, read_model
 from minivllm.runtime.executors.broadcast import Frames, Ring
 from minivllm.runtime.machine import keep_freed_memory, settle_vector_math
 from minivllm.runtime.model_runner import ModelRunner
@@ -101,26 +100,21 @@ class LateGrammar:
 
     def __init__(self, plan: EnginePlan) -> None:
         self._plan = plan
-        self._compiler: GrammarCompiler | None = None
+
+    @functools.cached_property
+    def _made(self) -> tuple[Any, GrammarCompiler | None]:
+        return load_tokenizer(self._plan.config, self._plan.model.eos_token_ids)
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
-        return self._made().tokenizer
+        return self._made[0]
 
     def matcher(self, params: Any) -> Any:
         """A fresh matcher at the start of the text."""
-        return self._made().matcher(params)
-
-    def _made(self) -> GrammarCompiler:
-        if self._compiler is None:
-            args, model = self._plan.config.args, self._plan.model
-            tokenizer = get_tokenizer(args.tokenizer or model.path, args.download_dir)
-            ends = dict.fromkeys([tokenizer.eos_token_id, *model.eos_token_ids])
-            self._compiler = GrammarCompiler(
-                tokenizer, self._plan.config.model.vocab_size, [i for i in ends if i is not None]
-            )
-        return self._compiler
+        compiler = self._made[1]
+        assert compiler is not None, "without a tokenizer no request has a grammar"
+        return compiler.matcher(params)
 
 
 class Worker:
