@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument(
         "--products", type=int, nargs="*", default=[1, 2, 4, 8, 16], help="batches to try each product with"
     )
-    parser.add_argument("--output", type=Path, help="folder for decode_step-CARD.json")
+    parser.add_argument("--output", type=Path, help="folder for decode_step-CARD.json, or decode_step-8b-CARD.json")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("not run: torch sees no NVIDIA GPU here")
@@ -142,8 +142,10 @@ def main() -> None:
         torch.cuda.empty_cache()
     products = by_product(decoder, args.products, args.context)
     if args.output:
-        name = f"decode_step-{card.lower().replace(' ', '-')}.json"
-        result = {"card": card, "copy_gb_s": copy, "context": args.context, "rows": rows, "products": products}
+        model = "" if args.model == "0.6B" else f"-{args.model.lower()}"
+        name = f"decode_step{model}-{card.lower().replace(' ', '-')}.json"
+        about = {"card": card, "model": args.model, "copy_gb_s": copy, "context": args.context}
+        result = {**about, "rows": rows, "products": products}
         (args.output / name).write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -16,10 +16,10 @@ class KVCacheBlock:
     Attributes:
         block_id: position in the cache tensors.
         ref_cnt: how many block tables hold it.
-        block_hash: key of its content, or None while nothing may hit it.
+        block_hash: hash of its content, or None while no request may hit it.
         num_hits: how often a request hit its content.
         last_used: the step in which a request last took or freed it.
-        depth: how many blocks come before it in its prefix.
+        depth: how many blocks come before it in the prefix.
         group: the KV cache group whose layers filled it.
     """
 

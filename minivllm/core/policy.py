@@ -378,7 +378,7 @@ class FairShare(Policy):
 
 
 class AdapterFairShare(FairShare):
-    """LoRA adapters take turns, and the base model with them. One that waits for a slot is waited for, once the others are ahead.
+    """LoRA adapters take turns, and the base model with them. Adapters that are ahead wait for one that needs a slot.
 
     Args:
         input_weight, output_weight: see `FairShare`.
@@ -477,7 +477,7 @@ def register_policy(name: str, make: Callable[..., Policy]) -> None:
 
 
 def ignores_priority(policy: Policy | str) -> bool:
-    """Whether it is known, of a policy or of the one of a name, that it does not read a request's priority."""
+    """Whether a policy, given as an object or by its name, is known to ignore the priority of requests."""
     kind = POLICIES[policy] if isinstance(policy, str) else type(policy)
     return kind in _SHIPPED and kind is not Priority
 
@@ -583,7 +583,7 @@ class Listener(EventReader):
         self._events.append(("add", self._requests[event[1]]) if event[0] == "add" else event)
 
     def tell(self) -> None:
-        """Tell what has been noted. One whose telling fails is not told again."""
+        """Tell what has been noted. An event whose handler fails is not told again."""
         while self._events:
             self.feed(self._events.popleft())
 

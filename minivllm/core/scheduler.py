@@ -84,7 +84,9 @@ class VirtualClock:
 
 
 @dataclass(slots=True)
-class _Draft:
+class _Decision:
+    """The decision about a step, while it is being made."""
+
     scheduled: dict[str, int] = field(default_factory=dict)
     new_requests: dict[str, NewRequestData] = field(default_factory=dict)
     new_block_ids: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
@@ -110,7 +112,7 @@ class Scheduler(Recorder):
         config: limits.
         cache: block size and counts.
         kv_cache: KV cache groups; None for one group of full attention.
-        policy: answers to the questions of taste; None for the one that `config.policy` names.
+        policy: decides the order, the chunks, the victims and what is evicted; None for the one that `config.policy` names.
         preemption: `Recompute()` or `Swap(n)`; None takes `Swap` if `cache.num_cpu_blocks` is given.
         clock: where the time comes from.
         connector: fetches blocks from a store beside the cache, and leaves blocks there; None for none.
@@ -119,7 +121,7 @@ class Scheduler(Recorder):
     Attributes:
         requests: unfinished requests by id.
         waiting, running: the queues.
-        remote: requests in `WAITING_FOR_REMOTE_KVS`: they hold blocks, which a connector fills beside the steps, or has filled.
+        remote: requests in `WAITING_FOR_REMOTE_KVS`: they hold blocks, which a connector fills while steps run, or has filled.
         kv_cache_manager: the KV cache manager.
         spec_stats: counters of draft tokens.
         adapters: which LoRA adapter lies in which slot.
@@ -179,7 +181,7 @@ class Scheduler(Recorder):
         self._finished: list[str] = []
         self._newest_result = -1
         self._ended_in_flight: dict[str, int] = {}
-        self._draft = _Draft()
+        self._decision = _Decision()
         self._policy_timeout = policy_timeout
         self.waiting = WaitingQueue()
         self.set_policy(policy or POLICIES[config.policy]())
@@ -199,7 +201,7 @@ class Scheduler(Recorder):
         for request in self.waiting:
             queue.add(request)
         self.waiting = queue
-        guard.choose_victims(self.kv_cache_manager.block_pool, lambda: self._view(self._draft.budget))
+        guard.choose_victims(self.kv_cache_manager.block_pool, lambda: self._view(self._decision.budget))
 
     def _served_tokens(self) -> dict[str | None, Served]:
         """What each user has got. Counted when a policy asks, so that a step need not count."""
@@ -280,99 +282,99 @@ class Scheduler(Recorder):
         Raises:
             PolicyError: a policy's hook failed. No block is lost; call again after `set_policy`.
         """
-        trace, draft = self.trace, self._draft
+        trace, decision = self.trace, self._decision
         if trace is not None:
             trace(("step", self.step, self.clock.now()))
         self.kv_cache_manager.block_pool.step = self.step
-        draft.budget = self.config.max_num_batched_tokens
-        draft.threshold = self.config.long_prefill_token_threshold if len(self.requests) > 1 else 0
+        decision.budget = self.config.max_num_batched_tokens
+        decision.threshold = self.config.long_prefill_token_threshold if len(self.requests) > 1 else 0
         if self.encoder_cache.held:
             self._release_encoded()
         try:
-            self._fill(draft)
+            self._fill(decision)
         except BaseException as error:
-            self._take_back(draft)
+            self._take_back(decision)
             if trace is not None and isinstance(error, PolicyError):
                 trace(("policy_error", str(error)))
             raise
-        self._draft = _Draft()
-        for request_id in draft.swap_in:
+        self._decision = _Decision()
+        for request_id in decision.swap_in:
             self.kv_cache_manager.free_cpu(request_id)
-        if trace is not None and draft.scheduled:
-            if self.drafts_ahead and draft.spec:
-                trace(("draft", {name: tuple(tokens) for name, tokens in draft.spec.items()}))
-            trace(("schedule", draft.scheduled))
+        if trace is not None and decision.scheduled:
+            if self.drafts_ahead and decision.spec:
+                trace(("draft", {name: tuple(tokens) for name, tokens in decision.spec.items()}))
+            trace(("schedule", decision.scheduled))
         output = SchedulerOutput(
             step=self.step,
-            num_scheduled_tokens=draft.scheduled,
-            total_num_scheduled_tokens=self.config.max_num_batched_tokens - draft.budget,
-            new_requests=tuple(draft.new_requests.values()),
-            new_block_ids=draft.new_block_ids,
-            preempted=tuple(draft.preempted),
+            num_scheduled_tokens=decision.scheduled,
+            total_num_scheduled_tokens=self.config.max_num_batched_tokens - decision.budget,
+            new_requests=tuple(decision.new_requests.values()),
+            new_block_ids=decision.new_block_ids,
+            preempted=tuple(decision.preempted),
             finished=tuple(self._finished),
-            swap_out=tuple(pair for pairs in draft.swap_out.values() for pair in pairs),
-            swap_in=tuple(pair for pairs in draft.swap_in.values() for pair in pairs),
-            lora_loads=tuple(draft.lora_loads),
-            scheduled_spec_decode_tokens=draft.spec,
+            swap_out=tuple(pair for pairs in decision.swap_out.values() for pair in pairs),
+            swap_in=tuple(pair for pairs in decision.swap_in.values() for pair in pairs),
+            lora_loads=tuple(decision.lora_loads),
+            scheduled_spec_decode_tokens=decision.spec,
             drafts_on_device=self.drafts_ahead > 0,
-            free_encoder_mm_hashes=tuple(draft.encoder_frees),
-            scheduled_encoder_inputs=tuple(draft.encoder_inputs.values()),
+            free_encoder_mm_hashes=tuple(decision.encoder_frees),
+            scheduled_encoder_inputs=tuple(decision.encoder_inputs.values()),
             recorded=self.trace is not None,
-            kv_connector_metadata=None if self.connector is None else self._transfers(self.connector, draft),
+            kv_connector_metadata=None if self.connector is None else self._transfers(self.connector, decision),
         )
         self._finished = []
         if self.waits_for_tokens:
-            self._scheduled_in |= dict.fromkeys(draft.scheduled, self.step)
+            self._scheduled_in |= dict.fromkeys(decision.scheduled, self.step)
         self.step += 1
         return output
 
-    def _fill(self, draft: _Draft) -> None:
+    def _fill(self, decision: _Decision) -> None:
         if self._listener is not None:
             self._guard.tell()
-        self._schedule_running(draft)
-        if self.remote and draft.budget:
-            self._schedule_arrived(draft)
+        self._schedule_running(decision)
+        if self.remote and decision.budget:
+            self._schedule_arrived(decision)
         if self.waiting.requests:
-            if not draft.budget:
+            if not decision.budget:
                 self._wait(self.waiting.first(), "budget")
-            elif draft.closed:
+            elif decision.closed:
                 self._wait(self.waiting.first(), "after_preemption")
             else:
-                self._schedule_waiting(draft)
-        idle = self.requests and not (draft.scheduled or self._receiving or self._kept)
+                self._schedule_waiting(decision)
+        idle = self.requests and not (decision.scheduled or self._receiving or self._kept)
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if self._idle_steps > self.config.starvation_limit:
             raise PolicyError(f"policy {self.policy.name} has given no tokens to anyone for {self._idle_steps} steps")
 
-    def _take_back(self, draft: _Draft) -> None:
-        """Undo a draft that will not become a decision: its admissions, its token counts, the blocks it registered.
+    def _take_back(self, decision: _Decision) -> None:
+        """Undo a decision that fails before it is made: its admissions, its token counts, the blocks it registered.
 
         Preemptions and new blocks of running requests stay, and go out with the next decision.
         """
-        for request_id in reversed(draft.remote):  # they may share blocks that this draft was to fill
+        for request_id in reversed(decision.remote):  # they may share blocks that this decision was to fill
             del self._receiving[request_id]
             self._end_load(request_id, set())
             self._lose(self.remote[request_id], "policy_error")
-        draft.remote.clear()
-        for request_id in reversed(draft.new_requests.copy()):
+        decision.remote.clear()
+        for request_id in reversed(decision.new_requests.copy()):
             if self.connector is not None:  # what was to be fetched is registered already
                 self.kv_cache_manager.uncache_blocks(self.requests[request_id], 0)
-            self._preempt(self.requests[request_id], draft, request_id, "policy_error")
-        for request_id, n in tuple(draft.scheduled.items()):
+            self._preempt(self.requests[request_id], decision, request_id, "policy_error")
+        for request_id, n in tuple(decision.scheduled.items()):
             request = self.requests[request_id]
             if self.kv_cache_manager.has_gap(request, request.num_computed_tokens - n):
-                self._preempt(request, draft, request_id, "policy_error")
+                self._preempt(request, decision, request_id, "policy_error")
                 continue
             request.num_computed_tokens -= n
             self.kv_cache_manager.uncache_blocks(request, request.num_computed_tokens)
-        draft.scheduled.clear()
-        draft.spec.clear()
+        decision.scheduled.clear()
+        decision.spec.clear()
         self.step += 1
 
-    def _schedule_running(self, draft: _Draft) -> None:
-        scheduled, budget, ahead = draft.scheduled, draft.budget, self.drafts_ahead
+    def _schedule_running(self, decision: _Decision) -> None:
+        scheduled, budget, ahead = decision.scheduled, decision.budget, self.drafts_ahead
         unknown = [NOT_DRAFTED] * ahead
-        threshold, ask, runs = draft.threshold, self._guard.has_chunk, RequestStatus.RUNNING
+        threshold, ask, runs = decision.threshold, self._guard.has_chunk, RequestStatus.RUNNING
         caching, media = self.kv_cache_manager.caching_groups, self.encoder_cache.users > 0
         for request in tuple(self.running):
             if budget <= 0:
@@ -393,7 +395,7 @@ class Scheduler(Recorder):
             if n > 1 or ask or media:
                 n = self._cap(request, n, budget, threshold, ask)
                 if media:
-                    n, _ = self._fit_media(request, computed, n, budget, draft)
+                    n, _ = self._fit_media(request, computed, n, budget, decision)
                 if n == 0:
                     continue
             if computed + n >= request.capacity:
@@ -401,21 +403,21 @@ class Scheduler(Recorder):
                     for group in caching:
                         group.cache_full_blocks(request, computed + n)
                 else:
-                    draft.budget = budget
-                    fits = self._make_room(request, n, draft)
-                    budget = draft.budget
+                    decision.budget = budget
+                    fits = self._make_room(request, n, decision)
+                    budget = decision.budget
                     if not fits:
                         continue
             scheduled[request.request_id] = n
             request.num_computed_tokens = computed + n
             budget -= n
             if media:
-                self._encode(request, computed, n, draft)
+                self._encode(request, computed, n, decision)
             if spec:
                 if (verified := computed + n - known) > 0:
-                    draft.spec[request.request_id] = spec[:verified]
+                    decision.spec[request.request_id] = spec[:verified]
                 request.spec_token_ids = []
-        draft.budget = budget
+        decision.budget = budget
 
     def can_draft_ahead(self) -> bool:
         """Whether every request in the next step has computed its prompt, so that the device can know its newest token and its drafts."""
@@ -437,27 +439,26 @@ class Scheduler(Recorder):
             self.trace(("chunk", request.request_id, n, wanted, why))
         return n
 
-    def _fit_media(self, request: Request, start: int, n: int, budget: int, draft: _Draft) -> tuple[int, str]:
-        """How many of `n` tokens from `start` on can be computed with the encoder outputs that there are or can be, and if it
-        is none, why."""
+    def _fit_media(self, request: Request, start: int, n: int, budget: int, decision: _Decision) -> tuple[int, str]:
+        """How many of `n` tokens from `start` on can be computed with the encoder outputs that exist or fit; if none, the reason."""
         if not request.mm_features or start >= request.num_prompt_tokens:
             return n, ""
         whole = self.encoder_cache.keep_whole(request, start, n, budget)
-        fits, reason = self.encoder_cache.fit(request, start, whole, draft.encoded)
+        fits, reason = self.encoder_cache.fit(request, start, whole, decision.encoded)
         reason = reason or "budget"
         if fits < n and self.trace is not None:
             self.trace(("chunk", request.request_id, fits, n, reason))
         return fits, reason
 
-    def _encode(self, request: Request, start: int, n: int, draft: _Draft) -> None:
+    def _encode(self, request: Request, start: int, n: int, decision: _Decision) -> None:
         """Have the inputs encoded that these tokens need, and note which outputs are dropped for them."""
         if not request.mm_features or start >= request.num_prompt_tokens:
             return
         new, evicted = self.encoder_cache.take(request, start, n)
-        self._drop_encoded(evicted, draft)
+        self._drop_encoded(evicted, decision)
         for feature in new:
-            draft.encoder_inputs[feature.identifier] = feature
-            draft.encoded += feature.mm_position.num_embeds
+            decision.encoder_inputs[feature.identifier] = feature
+            decision.encoded += feature.mm_position.num_embeds
             if self.trace is not None:
                 size = feature.mm_position.num_embeds
                 self.trace(("encode", request.request_id, feature.modality, feature.identifier, size))
@@ -468,15 +469,15 @@ class Scheduler(Recorder):
             request = self.requests[request_id]
             self.encoder_cache.release(request, request.num_computed_tokens)
 
-    def _drop_encoded(self, evicted: Iterable[str], draft: _Draft) -> None:
+    def _drop_encoded(self, evicted: Iterable[str], decision: _Decision) -> None:
         for name in evicted:
-            if draft.encoder_inputs.pop(name, None) is None:  # else planned for a request that was preempted since
-                draft.encoder_frees.append(name)
+            if decision.encoder_inputs.pop(name, None) is None:  # else planned for a request that was preempted since
+                decision.encoder_frees.append(name)
             if self.trace is not None:
                 self.trace(("encoder_evict", name))
 
     def _ask_chunk(self, request: Request, budget: int) -> int:
-        """The policy's cap; no cap once it has given this request nothing, and others something, in too many steps on end."""
+        """The policy's cap; no cap once it has given this request nothing, but others something, for too many steps in a row."""
         cap = self._guard.chunk(request, budget, self._view(budget))
         request.num_denied = 0 if cap else request.num_denied + 1
         if request.num_denied <= self.config.starvation_limit or self._idle_steps:
@@ -484,70 +485,74 @@ class Scheduler(Recorder):
         request.num_denied = 0
         return budget
 
-    def _make_room(self, request: Request, n: int, draft: _Draft) -> bool:
+    def _make_room(self, request: Request, n: int, decision: _Decision) -> bool:
         """Allocate for `n` more tokens; False if the request had to be preempted itself."""
         self._needed_by = request
         while True:
             new = self.kv_cache_manager.allocate_slots(request, n)
             if new is not None:
                 if any(new):
-                    self._note_blocks(request.request_id, new, draft)
+                    self._note_blocks(request.request_id, new, decision)
                 return True
             if idle := next((r for name, r in reversed(self.remote.items()) if name not in self._receiving), None):
                 self._lose(idle, self.policy.name, request.request_id)  # before one that has started
-                draft.closed = True
+                decision.closed = True
                 continue
-            victim = self._choose_victim(draft)
-            self._preempt(victim, draft, request.request_id, self.policy.name, swap=isinstance(self.preemption, Swap))
-            draft.closed = True
+            victim = self._choose_victim(decision)
+            self._preempt(
+                victim, decision, request.request_id, self.policy.name, swap=isinstance(self.preemption, Swap)
+            )
+            decision.closed = True
             if victim is request:
                 return False
 
-    def _note_blocks(self, request_id: str, new: tuple[list[int], ...], draft: _Draft) -> None:
-        """Append to what the runner is told; a draft that was taken back may have blocks of this request already."""
-        held = draft.new_block_ids.setdefault(request_id, new)
+    def _note_blocks(self, request_id: str, new: tuple[list[int], ...], decision: _Decision) -> None:
+        """Append to what the runner is told; a decision that was taken back may have blocks of this request already."""
+        held = decision.new_block_ids.setdefault(request_id, new)
         if held is not new:
             for ids, more in zip(held, new, strict=True):
                 ids.extend(more)
 
-    def _choose_victim(self, draft: _Draft) -> Request:
+    def _choose_victim(self, decision: _Decision) -> Request:
         if not self._guard.has_victim:
             return self.running[-1]
         limit = self.config.starvation_limit
         candidates = [r for r in self.running if r.num_preemptions < limit] or self.running[-1:]
-        return self._guard.victim(candidates, self._view(draft.budget))
+        return self._guard.victim(candidates, self._view(decision.budget))
 
-    def _preempt(self, victim: Request, draft: _Draft, needed_by: str, chosen_by: str, swap: bool = False) -> None:
+    def _preempt(
+        self, victim: Request, decision: _Decision, needed_by: str, chosen_by: str, swap: bool = False
+    ) -> None:
         """Take a running request's blocks away and put it in front of the waiting ones.
 
-        What this draft planned for it is undone. If the draft admitted it, it waits again as before.
+        What this decision planned for it is undone. If the decision admitted it, it waits again as before.
         """
         request_id, kv = victim.request_id, self.kv_cache_manager
-        n = draft.scheduled.pop(request_id, 0)
-        draft.budget += n
+        n = decision.scheduled.pop(request_id, 0)
+        decision.budget += n
         victim.num_computed_tokens -= n
         self._keep_account(victim, 1)
         self.running.remove(victim)
-        swapped_in = draft.swap_in.pop(request_id, None)
+        swapped_in = decision.swap_in.pop(request_id, None)
         if n:
             kv.uncache_blocks(victim, 0 if swapped_in else victim.num_computed_tokens)
-        if victim.lora_name in self.adapters.loading and request_id not in draft.new_requests:
+        if victim.lora_name in self.adapters.loading and request_id not in decision.new_requests:
             kv.uncache_blocks(victim, 0)  # the load may fail, and then its blocks are wrong
             swap = False
         if swapped_in:
             kv.free(victim, keep_cpu_blocks=True)
         elif swap and victim.num_computed_tokens and (pairs := kv.swap_out(victim)):
-            draft.swap_out[request_id] = pairs
+            decision.swap_out[request_id] = pairs
         else:
             kv.free(victim)
             victim.num_computed_tokens = 0
         victim.status = RequestStatus.SWAPPED if victim.num_computed_tokens else RequestStatus.PREEMPTED
         victim.num_preemptions += 1
         self.num_preemptions += 1
-        if draft.new_requests.pop(request_id, None) is None:
-            draft.preempted.append(request_id)
-        draft.new_block_ids.pop(request_id, None)
-        draft.spec.pop(request_id, None)
+        if decision.new_requests.pop(request_id, None) is None:
+            decision.preempted.append(request_id)
+        decision.new_block_ids.pop(request_id, None)
+        decision.spec.pop(request_id, None)
         victim.spec_token_ids = []
         if victim.mm_features:
             self.encoder_cache.free(victim)
@@ -556,12 +561,12 @@ class Scheduler(Recorder):
             mode = "swap" if victim.num_computed_tokens else "recompute"
             self.trace(("preempt", request_id, mode, needed_by, chosen_by))
 
-    def _schedule_waiting(self, draft: _Draft) -> None:
-        self._note_loras(draft)
+    def _schedule_waiting(self, decision: _Decision) -> None:
+        self._note_loras(decision)
         refused = set[str | None]()  # while requests are admitted, no slot becomes free
         try:
-            for request in self._candidates(draft):
-                reason = "max_loras" if request.lora_name in refused else self._admit(request, draft)
+            for request in self._candidates(decision):
+                reason = "max_loras" if request.lora_name in refused else self._admit(request, decision)
                 if reason is not None and (reason != "max_loras" or self.waiting.open == len(self.waiting)):
                     self._wait(request, reason)
                 if reason == "max_loras" and self._overtaken < self.config.starvation_limit:
@@ -572,44 +577,44 @@ class Scheduler(Recorder):
         finally:
             self.waiting.release()
 
-    def _note_loras(self, draft: _Draft) -> None:
-        draft.loras_in_use = {request.lora_name for request in self.running if request.lora_name is not None}
+    def _note_loras(self, decision: _Decision) -> None:
+        decision.loras_in_use = {request.lora_name for request in self.running if request.lora_name is not None}
 
-    def _schedule_arrived(self, draft: _Draft) -> None:
+    def _schedule_arrived(self, decision: _Decision) -> None:
         """Admit requests whose blocks have been filled, before all others and whatever the policy: others may wait for the blocks that they hold."""
-        self._note_loras(draft)
+        self._note_loras(decision)
         for request in tuple(self.remote.values()):
-            if request.request_id not in self._receiving and draft.budget:
-                reason = self._admit(request, draft)
+            if request.request_id not in self._receiving and decision.budget:
+                reason = self._admit(request, decision)
                 if reason is not None:
                     self._wait(request, reason)
 
-    def _candidates(self, draft: _Draft) -> Iterator[Request]:
+    def _candidates(self, decision: _Decision) -> Iterator[Request]:
         """Waiting requests in the order of admission; each must be admitted, or held, before the next is taken."""
         if len(self.running) >= self.config.max_num_seqs:
             yield self.waiting.first()
             return
         if not self._guard.has_order:
-            while self.waiting.open and draft.budget:
+            while self.waiting.open and decision.budget:
                 yield self._next_in_line(self.waiting.first())
             return
-        while self.policy.order_per_admission and self.waiting.open and draft.budget:
-            for request in filter(self.waiting.is_open, self._ordered(draft)):
+        while self.policy.order_per_admission and self.waiting.open and decision.budget:
+            for request in filter(self.waiting.is_open, self._ordered(decision)):
                 yield self._next_in_line(request)
                 if request not in self.waiting or self.waiting.is_open(request):
                     break  # one was admitted: ask for the order anew
         if self.policy.order_per_admission:
             return
-        for request in self._ordered(draft):
-            if not draft.budget:
+        for request in self._ordered(decision):
+            if not decision.budget:
                 return
             while self.waiting.is_open(request):
                 yield self._next_in_line(request)
 
-    def _ordered(self, draft: _Draft) -> list[Request]:
+    def _ordered(self, decision: _Decision) -> list[Request]:
         """The waiting requests in the policy's order."""
         self._needed_by = None
-        ordered = self._guard.order(list(self.waiting), self._view(draft.budget))
+        ordered = self._guard.order(list(self.waiting), self._view(decision.budget))
         if self.trace is not None:
             self.trace(("order", tuple(request.request_id for request in ordered), self.policy.name))
         return ordered
@@ -627,7 +632,7 @@ class Scheduler(Recorder):
             self._last_wait = (request.request_id, reason)
             self.trace(("wait", request.request_id, reason))
 
-    def _admit(self, request: Request, draft: _Draft) -> str | None:
+    def _admit(self, request: Request, decision: _Decision) -> str | None:
         """Start one waiting request; the reason if it cannot start now."""
         config, self._needed_by = self.config, request
         if len(self.running) >= config.max_num_seqs:
@@ -641,19 +646,19 @@ class Scheduler(Recorder):
         if request.request_id in self._kept:
             return "blocks_in_use"
         name, adapters = request.lora_name, self.adapters
-        if name is not None and adapters.count and not adapters.can_take(name, draft.loras_in_use):
+        if name is not None and adapters.count and not adapters.can_take(name, decision.loras_in_use):
             return "max_loras"
         if request.status is RequestStatus.SWAPPED:
-            return self._admit_swapped(request, draft)
+            return self._admit_swapped(request, decision)
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            return self._admit_arrived(request, draft)
+            return self._admit_arrived(request, decision)
         hit, more = self.kv_cache_manager.get_computed_blocks(request), 0
         if self.connector is not None and request.request_id not in self._unfetchable:
             more, load_async = self.connector.get_num_new_matched_tokens(request, hit.num_tokens)
             if load_async and more:
-                return self._receive(self.connector, request, hit, more, draft)
+                return self._receive(self.connector, request, hit, more, decision)
         computed = hit.num_tokens + more
-        n, reason = self._first_chunk(request, computed, draft)
+        n, reason = self._first_chunk(request, computed, decision)
         if n == 0:
             return reason
         reserve = request.num_tokens if config.scheduler_reserve_full_isl else 0
@@ -666,29 +671,29 @@ class Scheduler(Recorder):
             request.num_cached_tokens = computed
         if self.connector is not None:
             self.connector.update_state_after_alloc(request, blocks, hit.num_tokens, more)
-        self._start(request, n, blocks, draft)
+        self._start(request, n, blocks, decision)
         return None
 
-    def _first_chunk(self, request: Request, computed: int, draft: _Draft) -> tuple[int, str]:
-        """How many tokens after the `computed` ones a request gets that is to start, and if it is none, why."""
+    def _first_chunk(self, request: Request, computed: int, decision: _Decision) -> tuple[int, str]:
+        """How many tokens a request that starts gets after its `computed` ones; if none, the reason."""
         wanted = request.num_tokens - computed
-        if not self.config.enable_chunked_prefill and min(wanted, draft.threshold or wanted) > draft.budget:
+        if not self.config.enable_chunked_prefill and min(wanted, decision.threshold or wanted) > decision.budget:
             return 0, "no_chunked_prefill"
-        n = self._cap(request, wanted, draft.budget, draft.threshold, self._guard.has_chunk)
+        n = self._cap(request, wanted, decision.budget, decision.threshold, self._guard.has_chunk)
         if n and request.mm_features:
-            return self._fit_media(request, computed, n, draft.budget, draft)
+            return self._fit_media(request, computed, n, decision.budget, decision)
         return n, "policy"
 
-    def _take_slot(self, request: Request, draft: _Draft) -> int:
-        """The slot of the request's adapter; -1 if it has none. What must be loaded for it goes into the draft."""
+    def _take_slot(self, request: Request, decision: _Decision) -> int:
+        """The slot of the request's adapter; -1 if it has none. What must be loaded for it goes into the decision."""
         name, adapters = request.lora_name, self.adapters
         if name is None or not adapters.count:
             return -1
         is_new = name not in adapters.slot_of
-        slot, evicted = adapters.take(name, draft.loras_in_use)
-        draft.loras_in_use.add(name)
+        slot, evicted = adapters.take(name, decision.loras_in_use)
+        decision.loras_in_use.add(name)
         if is_new:
-            draft.lora_loads.append((slot, name))
+            decision.lora_loads.append((slot, name))
             if self.trace is not None:
                 if evicted is not None:
                     self.trace(("lora_evict", evicted, slot))
@@ -699,9 +704,9 @@ class Scheduler(Recorder):
         """Blocks that an admission must leave free, so that running requests can grow; 0 if there are none."""
         return int(self.cache.watermark * self.kv_cache_manager.block_pool.num_blocks) if self.running else 0
 
-    def _admit_swapped(self, request: Request, draft: _Draft) -> str | None:
+    def _admit_swapped(self, request: Request, decision: _Decision) -> str | None:
         kv = self.kv_cache_manager
-        n, reason = self._first_chunk(request, request.num_computed_tokens, draft)
+        n, reason = self._first_chunk(request, request.num_computed_tokens, decision)
         if n == 0:
             return reason
         taken = kv.swap_in(request, n, self._keep_free())
@@ -714,22 +719,22 @@ class Scheduler(Recorder):
             kv.free(request, keep_cpu_blocks=True)
             raise
         assert more is not None, "swap_in left room for these blocks"
-        draft.swap_in[request.request_id] = pairs
-        self._start(request, n, tuple(old + new for old, new in zip(blocks, more, strict=True)), draft)
+        decision.swap_in[request.request_id] = pairs
+        self._start(request, n, tuple(old + new for old, new in zip(blocks, more, strict=True)), decision)
         return None
 
-    def _start(self, request: Request, n: int, blocks: tuple[list[int], ...], draft: _Draft) -> None:
+    def _start(self, request: Request, n: int, blocks: tuple[list[int], ...], decision: _Decision) -> None:
         """Move a waiting request to the running ones and make its row."""
         if self.remote.pop(request.request_id, None) is None:
             overtakes = request is not next(iter(self.waiting))
             self._overtaken = self._overtaken + 1 if overtakes else 0
             self.waiting.remove(request)
-        slot = self._take_slot(request, draft)
+        slot = self._take_slot(request, decision)
         request.status = RequestStatus.RUNNING
         self.running.append(request)
         if self.trace is not None:
             self.trace(("admit", request.request_id, request.num_computed_tokens, request.num_cached_tokens))
-        draft.new_requests[request.request_id] = NewRequestData(
+        decision.new_requests[request.request_id] = NewRequestData(
             request_id=request.request_id,
             prompt_token_ids=request.all_token_ids[: request.num_prompt_tokens],
             output_token_ids=request.output_token_ids,
@@ -741,13 +746,15 @@ class Scheduler(Recorder):
             mm_features=tuple(feature.bare for feature in request.mm_features),
         )
         if request.mm_features:
-            self._encode(request, request.num_computed_tokens, n, draft)
+            self._encode(request, request.num_computed_tokens, n, decision)
         self._keep_account(request, -1)
-        draft.scheduled[request.request_id] = n
+        decision.scheduled[request.request_id] = n
         request.num_computed_tokens += n
-        draft.budget -= n
+        decision.budget -= n
 
-    def _receive(self, connector: KVConnector, request: Request, hit: CacheHit, more: int, draft: _Draft) -> str | None:
+    def _receive(
+        self, connector: KVConnector, request: Request, hit: CacheHit, more: int, decision: _Decision
+    ) -> str | None:
         """Have a request's blocks filled beside the steps. It takes blocks for all of its tokens, so that it can start as soon as they are."""
         request_id, kv = request.request_id, self.kv_cache_manager
         wanted = request.num_tokens - hit.num_tokens
@@ -759,21 +766,21 @@ class Scheduler(Recorder):
         self.waiting.remove(request)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self.remote[request_id], self._receiving[request_id] = request, hit.num_tokens + more
-        draft.remote.append(request_id)
+        decision.remote.append(request_id)
         if self.trace is not None:
             self.trace(("kv_wait", request_id, more))
         return None
 
-    def _admit_arrived(self, request: Request, draft: _Draft) -> str | None:
+    def _admit_arrived(self, request: Request, decision: _Decision) -> str | None:
         computed = request.num_computed_tokens
-        n, reason = self._first_chunk(request, computed, draft)
+        n, reason = self._first_chunk(request, computed, decision)
         if n == 0:
             return reason
         if self.kv_cache_manager.allocate_slots(request, n) is None:
             return "no_blocks"
         if request.num_preemptions == 0:
             request.num_cached_tokens = computed
-        self._start(request, n, self.kv_cache_manager.get_block_ids(request.request_id), draft)
+        self._start(request, n, self.kv_cache_manager.get_block_ids(request.request_id), decision)
         return None
 
     def _end_transfers(self, step: int, result: ModelRunnerOutput) -> None:
@@ -812,7 +819,7 @@ class Scheduler(Recorder):
         self.connector.end_async_load(request_id, bad)
 
     def _disown(self, why: str, lora_names: Container[str | None] | None = None) -> None:
-        """What requests in `remote` hold may be wrong: they begin again, those whose blocks are being filled when that has ended.
+        """Start requests in `remote` again, for their blocks may be wrong; those whose blocks are still being filled, when that has ended.
 
         lora_names: only those with such an adapter.
         """
@@ -825,7 +832,7 @@ class Scheduler(Recorder):
                 self._lose(request, why)
 
     def _lose(self, request: Request, why: str, needed_by: str | None = None) -> None:
-        """Let a request whose blocks are not, or no longer, being filled give them back and wait as before."""
+        """Free the blocks of a request, which are not being filled (any more), and let it wait as before."""
         request_id = request.request_id
         self.kv_cache_manager.free(request)
         del self.remote[request_id]
@@ -1034,19 +1041,19 @@ class Scheduler(Recorder):
                 if self.trace is not None:
                     self.trace(("lora_evict", name, slot))
 
-    def _transfers(self, connector: KVConnector, draft: _Draft) -> KVConnectorMetadata | None:
+    def _transfers(self, connector: KVConnector, decision: _Decision) -> KVConnectorMetadata | None:
         """What the workers fetch and keep in this step. Blocks of an adapter that may fail to load are not kept."""
         kv, loading = self.kv_cache_manager, self.adapters.loading
         names = [r.request_id for r in self.running if r.lora_name in loading] if loading else []
         unsure = {block for name in names for table in kv.get_block_ids(name) for block in table}
-        meta = connector.build_connector_meta(draft.new_requests, unsure, self._sends)
+        meta = connector.build_connector_meta(decision.new_requests, unsure, self._sends)
         if meta is not None and self.trace is not None:
             owner = {
-                block: name for name, new in draft.new_requests.items() for table in new.block_ids for block in table
+                block: name for name, new in decision.new_requests.items() for table in new.block_ids for block in table
             }
             for (*_, (group, content)), block in meta.loads:
                 self.trace(("kv_load", owner[block], group, (block,), (content,)))
-            for name in draft.remote:
+            for name in decision.remote:
                 for (*_, (group, content)), block in meta.async_loads[name]:
                     self.trace(("kv_load", name, group, (block,), (content,)))
             for block, (*_, (group, content)) in meta.saves:
@@ -1067,7 +1074,7 @@ class Scheduler(Recorder):
             tables: tuple[dict[str, Any], ...] = result.sampled_token_ids, result.logprobs, result.prompt_logprobs
             for table in (*tables, result.pooled, result.errors, result.draft_token_ids):
                 table.pop(name, None)
-            self._preempt(request, self._draft, name, "kv_load_failure")
+            self._preempt(request, self._decision, name, "kv_load_failure")
             if self._newest_result < self.step - 1:
                 self._ended_in_flight[name] = self.step - 1
 
@@ -1096,8 +1103,8 @@ class Scheduler(Recorder):
         self._finished.append(request.request_id)
         self._scheduled_in.pop(request.request_id, None)
         self._unfetchable.discard(request.request_id)
-        self._draft.new_block_ids.pop(request.request_id, None)
-        self._draft.swap_out.pop(request.request_id, None)
+        self._decision.new_block_ids.pop(request.request_id, None)
+        self._decision.swap_out.pop(request.request_id, None)
         if self._newest_result < self.step - 1:
             self._ended_in_flight[request.request_id] = self.step - 1
         if not self.requests:
@@ -1151,7 +1158,7 @@ class Scheduler(Recorder):
         if self._receiving and self.connector is not None:
             self.connector.resend()
         self._disown("step_failed")
-        self._drop_encoded(self.encoder_cache.reset(), self._draft)
+        self._drop_encoded(self.encoder_cache.reset(), self._decision)
         self.kv_cache_manager.reset_prefix_cache()
         self._newest_result = self.step - 1
         self._ended_in_flight.clear()
@@ -1169,14 +1176,14 @@ class Scheduler(Recorder):
         kv, pool = self.kv_cache_manager, self.kv_cache_manager.block_pool
         if reset_running_requests:
             for request in reversed(self.running.copy()):
-                self._preempt(request, self._draft, request.request_id, "reset_prefix_cache")
+                self._preempt(request, self._decision, request.request_id, "reset_prefix_cache")
                 if self._newest_result < self.step - 1:
                     self._ended_in_flight[request.request_id] = self.step - 1
             self._disown("reset_prefix_cache")
             for request in self.waiting:
                 if request.status is RequestStatus.SWAPPED:
                     kv.free_cpu(request.request_id)
-                    self._draft.swap_out.pop(request.request_id, None)
+                    self._decision.swap_out.pop(request.request_id, None)
                     request.num_computed_tokens, request.status = 0, RequestStatus.PREEMPTED
                     if self.trace is not None:
                         name = request.request_id

@@ -68,14 +68,14 @@ DECODE_SIGNATURE = " ".join(
 
 @device
 def soft_cap(score, cap):
-    """cap * tanh(score / 2 ln 2): the caller's scale brings the factor."""
+    """cap * tanh(score * ln(2) / 2): the scale of the caller makes up for the factor."""
     return cap - cap * (f32(2.0) / (f32(1.0) + exp2(score)))
 
 
 def merge_streams(shape: AttentionShape, parts: int, streams: int, threads: int, stats: int, pitch: int) -> Any:
     """A device function: join the softmaxes of a block's `streams` and write the result, or the block's partial.
 
-    Of head h and stream x, the maximum and the sum are at x * stats + h, the output at (x * heads + h) * pitch.
+    Of head h and stream x, the maximum and the sum are at x * stats + h, the output at (x * H + h) * pitch, for the H heads that a block has room for.
     """
     D, W, G, H = shape.head_dim, shape.head_dim // 2, shape.group, -(-shape.group // parts)
     PARTS, STREAMS, THREADS, STATS, PITCH = parts, streams, threads, stats, pitch
@@ -195,9 +195,9 @@ class CacheFormat:
     """How K and V lie in the cache, and how they become operands of an mma.
 
     Attributes:
-        words: of 8 numbers in the cache.
+        words: how many hold 8 numbers in the cache.
         scaled: each token and head has a scale, which scores and weights are multiplied by.
-        fetch: device function (cache, at): these words.
+        fetch: device function (cache, at): loads these words.
         operands: device function (words, i): the 8 numbers from words[i] on, as four words of two 16-bit floats.
         query: device function (word of q): the same as an operand.
         pack: two float32 to a word of an operand. mma: the matmul of such operands.
@@ -253,17 +253,17 @@ def _same_word(word):
 
 
 def mma_parts(shape: AttentionShape) -> int:
-    """Blocks of rung 3 that share a work item and a KV head: an mma has room for 8 query heads."""
+    """Blocks of `mma_split_kv` that share a work item and a KV head: an mma has room for 8 query heads."""
     return -(-shape.group // 8)
 
 
 def max_warps(shape: AttentionShape) -> int:
-    """Warps that a block of rung 3 may have: their outputs meet in 48 KB of shared memory."""
+    """Warps that a block of `mma_split_kv` may have: their outputs meet in 48 KB of shared memory."""
     return 4 if shape.head_dim > 128 else 8
 
 
 def loads_of_row(shape: AttentionShape) -> tuple[int, int]:
-    """Loads of 8 numbers that a lane makes of a row of K, which 4 lanes share, and of a row of V, which 8 do."""
+    """Loads of 8 numbers per lane: for a row of K, which 4 lanes share, and for a row of V, which 8 lanes share."""
     return -(-shape.head_dim // 32), -(-shape.head_dim // 64)
 
 
@@ -482,7 +482,7 @@ def warp_store(shape: AttentionShape, pitch: int) -> Any:
 
 @functools.cache
 def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
-    """Rung 3: split-KV on tensor cores. Grid (KV heads * mma_parts, items). The last block of a cut sequence merges."""
+    """Split-KV on tensor cores (rung 3 of the chapter). Grid (KV heads * mma_parts, items). The last block of a cut sequence merges."""
     D, G, CAP, PARTS = shape.head_dim, shape.group, shape.soft_cap, mma_parts(shape)
     W, H = D // 2, -(-G // PARTS)
     KJ, VH = loads_of_row(shape)

@@ -21,7 +21,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_GROUP = 16
 TILE = 16  # tokens that one warp takes at a time in decode: the M of an mma
 MAX_ITEMS = 65535  # blocks that a grid may have in its second dimension
-MAX_PARTS = 64  # pieces that one sequence may be cut into: two a lane when they are merged
+MAX_PARTS = 64  # pieces that one sequence may be cut into
 
 
 @dataclass(frozen=True)
