@@ -605,8 +605,8 @@ def test_layers_take_it_for_up_to_64_rows():
 
 
 @on_hopper
-def test_matmuls_that_start_early_in_a_graph():
-    """Each reads what the one before wrote, and none begins too soon."""
+def test_matmuls_among_kernels_that_start_early():
+    """In a graph, each reads what the one before wrote, and none begins too soon."""
     up, down = (torch.randn(n, k, 8, device=CUDA).mul(k**-0.5).to(BF16).permute(2, 0, 1).contiguous() for n, k in ((4096, 1024), (1024, 2048)))  # fmt: skip
     x = torch.randn(40, 1024, device=CUDA).to(BF16)
 

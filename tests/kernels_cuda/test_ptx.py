@@ -160,6 +160,7 @@ def test_no_spills(name, tmp_path):
         assert "mma.sync.aligned.m16n8k16" in text and ("cp.async" in text) == name.startswith(("prefill", "quantized"))
     if name.startswith("matmul"):
         assert text.count(".param .align 64 .b8") == 2 and "wgmma.mma_async" in text
+        assert "griddepcontrol" not in text  # beside its blocks the kernel before, and the one after, would be slower
         assert (".reqnctapercluster" in text) == ("barrier.cluster" in text) == ("clusters" in name)
     if " wgmma" in name:
         assert text.count("wgmma.commit_group") == 4  # Q K^T and P V: before, in and after the loop

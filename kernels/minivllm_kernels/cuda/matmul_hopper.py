@@ -10,7 +10,7 @@ from minivllm_kernels.cuda.pointwise import silu_word
 from minivllm_kernels.cuda.prefill import U32
 from minivllm_kernels.cuda.prefill_hopper import HOPPER, SHARED_LIMIT
 from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i32, i64, kernel
-from minivllm_kernels.cuda.warp import grid_release, grid_wait, smem_addr
+from minivllm_kernels.cuda.warp import smem_addr
 from minivllm_kernels.cuda.wgmma import (
     K_MAJOR,
     SWIZZLE,
@@ -26,7 +26,6 @@ from minivllm_kernels.cuda.wgmma import (
     mbarrier_fence,
     mbarrier_init,
     mbarrier_wait,
-    prefetch_map,
     tensor_map,
     tma_load_2d,
     wgmma_add,
@@ -106,38 +105,32 @@ def next_stage(tile: MatmulTile) -> Any:
 
 
 def producer(tile: MatmulTile) -> tuple[Any, Any]:
-    """Device functions of the thread that copies: the weight of the stages that there are; then x of these, and all the rest."""
+    """Device functions of the thread that copies: start (the stages that there are) and go_on (all steps after those)."""
     STAGES, STAGE, FULL, WEIGHT = tile.stages, tile.stage_bytes, tile.barriers_at, tile.width * SWIZZLE
     EMPTY, HALVES, HALF = FULL + 8 * STAGES, 2 if tile.gated else 1, tile.outputs * SWIZZLE
     advance = next_stage(tile)
 
     @device
-    def bring_weight(sa, stage, w_map, row, size, step, padded):
+    def bring(sa, stage, x_map, w_map, row, size, step, padded):
         full = sa + FULL + 8 * stage
+        to = sa + stage * STAGE
         mbarrier_expect(full, WEIGHT + padded * SWIZZLE)
         for half in range(HALVES):
-            to = sa + stage * STAGE + half * HALF
-            tma_load_2d(to, map_address(w_map), full, step * STEP, row + half * size)
+            tma_load_2d(to + half * HALF, map_address(w_map), full, step * STEP, row + half * size)
+        tma_load_2d(to + WEIGHT, map_address(x_map), full, step * STEP, 0)
 
     @device
-    def bring_x(sa, stage, x_map, step):
-        tma_load_2d(sa + stage * STAGE + WEIGHT, map_address(x_map), sa + FULL + 8 * stage, step * STEP, 0)
-
-    @device
-    def start(sa, w_map, row, size, begin, count, padded):
+    def start(sa, x_map, w_map, row, size, begin, count, padded):
         for s in range(min(count, STAGES)):
-            bring_weight(sa, s, w_map, row, size, begin + s, padded)
+            bring(sa, s, x_map, w_map, row, size, begin + s, padded)
 
     @device
     def go_on(sa, x_map, w_map, row, size, begin, count, padded):
-        for s in range(min(count, STAGES)):
-            bring_x(sa, s, x_map, begin + s)
         stage = i32(0)
         phase = i32(0)
         for n in range(STAGES, count):
             mbarrier_wait(sa + EMPTY + 8 * stage, phase)
-            bring_weight(sa, stage, w_map, row, size, begin + n, padded)
-            bring_x(sa, stage, x_map, begin + n)
+            bring(sa, stage, x_map, w_map, row, size, begin + n, padded)
             stage, phase = advance(stage, phase)
 
     return start, go_on
@@ -222,7 +215,8 @@ def finisher(dtype: str, tile: MatmulTile) -> tuple[Any, Any]:
 def wgmma_matmul(dtype: str, tile: MatmulTile) -> CudaKernel:
     """out [rows, N] = x [rows, features] @ weight.T for up to 64 rows and even N, gated or not as in `gemv.fma_gemv`. Sums are float32.
 
-    Each block of a cluster takes some of the steps, so there must be `tile.split` of them. Grid (tile.blocks(rows of the weight), 1).
+    Each block of a cluster takes some of the steps, so there must be `tile.split` of them. It neither starts before the kernel before has ended, nor lets the
+    next one do so. Grid (tile.blocks(rows of the weight), 1).
     """
     S, STAGES, FULL, DONE = tile.split, tile.stages, tile.barriers_at, tile.sums_barrier_at
     OUTPUTS, ACC, LOG, WARP_BYTES = tile.outputs, tile.width // 2, S.bit_length() - 1, tile.width * 64
@@ -245,7 +239,6 @@ def wgmma_matmul(dtype: str, tile: MatmulTile) -> CudaKernel:
         begin = steps * part >> LOG
         mine = (steps * (part + 1) >> LOG) - begin
         acc = cuda.local.array(ACC, f32)
-        grid_release()
         if tid == 128:
             for i in range(STAGES):
                 mbarrier_init(sa + FULL + 8 * i, 1)
@@ -254,15 +247,13 @@ def wgmma_matmul(dtype: str, tile: MatmulTile) -> CudaKernel:
                 mbarrier_init(sa + DONE, 1)
                 mbarrier_expect(sa + DONE, (count + 15 >> 4) * WARP_BYTES)
             mbarrier_fence()
-            prefetch_map(map_address(x_map))
-            start(sa, w_map, first, size, begin, mine, padded)
+            start(sa, x_map, w_map, first, size, begin, mine, padded)
         cuda.syncthreads()
         if S > 1:
             cluster_arrive()
         if warp < 4:
             consume(acc, sa, tid & 31, mine)
         elif tid == 128:
-            grid_wait()
             go_on(sa, x_map, w_map, first, size, begin, mine, padded)
         cuda.syncwarp()
         if S > 1:
@@ -299,8 +290,7 @@ MOST_WIDTH, AT_ONCE = 256, 128  # of what a multiprocessor computes, and of one 
 def choose_tile(size: int, features: int, gated: bool, cc: tuple[int, int], multiprocessors: int) -> MatmulTile | None:
     """How a matmul with a weight [size, features] is dealt out. None: torch had better do it, or there is no kernel for the card.
 
-    Nearly every multiprocessor gets a block, with the fewest that share a row. For short rows two of them fit on one, so that the next matmul can
-    bring its weight while this one ends.
+    Nearly every multiprocessor gets a block, with the fewest that share a row; very many outputs make two for each.
     """
     steps, long = -(-features // STEP), features >= LONG_ROW
     if cc != HOPPER or size % (4 if gated else 2) or features % 8:

@@ -161,7 +161,6 @@ _TMA = "cp.async.bulk.tensor.%dd.shared::cluster.global.tile.mbarrier::complete_
 tma_load_2d = ptx(_TMA % (2, "$3,$4"), "", "i32 i64 i32 i32 i32", effect=True)
 tma_load_3d = ptx(_TMA % (3, "$3,$4,$5"), "", "i32 i64 i32 i32 i32 i32", effect=True)
 tma_load_4d = ptx(_TMA % (4, "$3,$4,$5,$6"), "", "i32 i64 i32 i32 i32 i32 i32", effect=True)
-prefetch_map = ptx("prefetch.tensormap [$0];", "", "i64", effect=True)
 
 cluster_arrive = ptx("barrier.cluster.arrive.relaxed.aligned;", effect=True)
 cluster_wait = ptx("barrier.cluster.wait.acquire.aligned;", effect=True)

@@ -1,4 +1,7 @@
-"""How the blocks of a cluster exchange sums, in plain Python: the fragments of all threads, stores to other blocks as a dictionary."""
+"""The parts of the matmul in plain Python: how a ring is filled and read, and how the blocks of a cluster exchange sums."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -64,3 +67,73 @@ def test_every_sum_is_written_once_where_it_belongs(tile, monkeypatch):
         want = (gate / (1 + np.exp(-gate))).astype(np.float16).astype(np.float32) * up
     assert np.allclose(out.view(np.float16)[:, :size], want[:rows, :size], rtol=2e-3, atol=1e-3)
     assert (out[:, size // 2 :] == 0xFFFFFFFF).all(), "an output that there is not"
+
+
+class Barriers:
+    """mbarriers of a block: a phase ends when all arrivals and all bytes are there."""
+
+    def __init__(self, counts):
+        self.changed, self.counts = threading.Condition(), counts
+        self.pending = {at: [count, 0] for at, count in counts.items()}
+        self.phases = dict.fromkeys(counts, 0)
+
+    def settle(self, at, arrivals, size):
+        with self.changed:
+            self.pending[at][0] -= arrivals
+            self.pending[at][1] += size
+            assert self.pending[at][0] >= 0, "more arrivals than the barrier counts"
+            if self.pending[at] == [0, 0]:
+                self.pending[at] = [self.counts[at], 0]
+                self.phases[at] += 1
+                self.changed.notify_all()
+
+    def wait(self, at, parity):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.phases[at] % 2 != parity, 20), "a wait without end"
+
+
+@pytest.mark.parametrize("tile, steps", [(MatmulTile(16, 1, 2, False), 7), (MatmulTile(32, 1, 3, True), 2), (MatmulTile(16, 1, 5, True), 12)], ids=str)  # fmt: skip
+def test_the_ring_brings_every_step_once_and_in_order(tile, steps, monkeypatch):
+    """One thread copies, and the first lanes of four warps multiply. Shared memory is a dictionary, a map a matrix."""
+    rng, size, row, padded = np.random.default_rng(0), 40, 8, 24
+    x, weight = (rng.integers(-4, 5, (n, 64 * steps)).astype(np.float32) for n in (padded, 2 * size))
+    full, empty, memory = tile.barriers_at, tile.barriers_at + 8 * tile.stages, {}
+    barriers = Barriers({full + 8 * s: 1 for s in range(tile.stages)} | {empty + 8 * s: 4 for s in range(tile.stages)})
+    weight_bytes = tile.width * 128
+
+    def load(to, source, barrier, column, first):
+        box = source[first : first + (padded if source is x else tile.outputs), column : column + 64]
+        memory[to] = box
+        barriers.settle(barrier, 0, -2 * box.size)
+
+    def stage_at(descriptor):
+        return (descriptor & 0x3FFF) * 16
+
+    def add(sums, a, b, more):
+        halves = [memory[stage_at(b) + half * tile.outputs * 128] for half in range(1 + tile.gated)]
+        assert stage_at(a) == stage_at(b) + weight_bytes
+        sums += memory[stage_at(a)] @ np.concatenate(halves).T
+
+    fakes = {
+        "map_address": lambda matrix: matrix,
+        "tma_load_2d": load,
+        "mbarrier_expect": lambda at, size: barriers.settle(at, 1, size),
+        "mbarrier_arrive": lambda at: barriers.settle(at, 1, 0),
+        "mbarrier_wait": lambda at, parity: barriers.wait(at, int(parity)),
+        "wgmma_add": lambda dtype, n: add,
+        "wgmma_wait": lambda groups, count: lambda sums: None,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(matmul_hopper, name, fake)
+    start, go_on = matmul_hopper.producer(tile)
+    consume = matmul_hopper.consumer("float16", tile)
+    arguments = (0, x, weight, row, size, 1, steps - 1, padded)  # all steps but the first
+    start(*arguments)
+    with ThreadPoolExecutor(5) as pool:
+        sums = [np.zeros((padded, tile.width), np.float32) for _ in range(4)]
+        done = [pool.submit(go_on, *arguments), *(pool.submit(consume, one, 0, 0, steps - 1) for one in sums)]
+        for one in done:
+            one.result()
+    taken = weight[[*range(row, row + tile.outputs), *range(size + row, size + row + tile.outputs)][: tile.width]]
+    for one in sums:
+        assert np.array_equal(one, x[:, 64:] @ taken[:, 64:].T)
