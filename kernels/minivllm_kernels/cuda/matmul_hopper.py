@@ -57,7 +57,7 @@ class MatmulTile:
 
     @property
     def outputs(self) -> int:
-        """Of a block: a gated tile has as many rows of the gate as of up."""
+        """Outputs of a block: of a gated tile, each needs a row of the gate and one of up."""
         return self.width // 2 if self.gated else self.width
 
     @property
@@ -81,7 +81,7 @@ class MatmulTile:
 
     @property
     def shared_bytes(self) -> int:
-        """All of it, and what it takes to start at a multiple of 1024."""
+        """Shared memory of a block, with the bytes that may be left out to start at a multiple of 1024."""
         return self.sums_barrier_at + 8 + 1024
 
     def blocks(self, size: int) -> int:
@@ -105,7 +105,7 @@ def next_stage(tile: MatmulTile) -> Any:
 
 
 def producer(tile: MatmulTile) -> tuple[Any, Any]:
-    """Device functions of the thread that copies: start (the stages that there are) and go_on (all steps after those)."""
+    """Device functions of the thread that copies: start fills all stages, go_on brings the steps after those."""
     STAGES, STAGE, FULL, WEIGHT = tile.stages, tile.stage_bytes, tile.barriers_at, tile.width * SWIZZLE
     EMPTY, HALVES, HALF = FULL + 8 * STAGES, 2 if tile.gated else 1, tile.outputs * SWIZZLE
     advance = next_stage(tile)
@@ -267,7 +267,7 @@ def wgmma_matmul(dtype: str, tile: MatmulTile) -> CudaKernel:
 
 
 def padded_rows(rows: int) -> int:
-    """Rows of x that a copy brings: whole pieces of 8. Those that there are not become zero, which took longer than to read them."""
+    """Rows of x that a copy brings, whole pieces of 8: for rows beyond x the copy writes zeros, which takes longer than reading rows does."""
     return -(-rows // 8) * 8
 
 
