@@ -46,7 +46,7 @@ class AdapterSlots:
         return self.slot_of[name], evicted
 
     def release(self, name: str) -> int:
-        """Take the adapter out of its slot, which is returned."""
+        """Take the adapter out of its slot, and return the slot."""
         self.loading.discard(name)
         return self.slot_of.pop(name)
 

@@ -97,9 +97,9 @@ class EvictionHeap:
     """Cached free blocks by a key, smallest first; of equals, the one that has been free for the longest time.
 
     Args:
-        key: of a block; fixed while the block is free.
-        run: calls a function of no arguments in which `key` is called; whatever that raises leaves the heap in order.
-        blocks: those that are free and hold content now.
+        key: gives the sort key of a block, which is fixed while the block is free.
+        run: calls a function without arguments that calls `key`. Whatever this raises, the heap stays in order.
+        blocks: the blocks that are free and hold content now.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class BlockPool:
         block.block_hash = None
 
     def reset_prefix_cache(self) -> int:
-        """Forget the hashes of all blocks, those in use too. Returns how many there were. The index is cleared elsewhere."""
+        """Forget the hashes of all blocks, including those in use. Returns how many had one. The caller clears the index."""
         cached = [block for block in self.blocks if block.block_hash is not None]
         for block in cached:
             block.block_hash = None

@@ -26,9 +26,9 @@ class KVCacheRules:
     Attributes:
         has_window: whether a spec of this kind needs a `window`.
         prefix_cacheable: whether its blocks may be found by content and shared.
-        event_kind: what KV events call it.
-        label: what a view calls a group of it, a format with fields of `spec`.
-        is_state: a block holds not tokens but what a recurrence makes of all tokens up to some position.
+        event_kind: its name in KV events.
+        label: name of such a group in views, a format string with fields of `spec`.
+        is_state: a block does not hold tokens, but the state of a recurrence after all tokens up to some position.
     """
 
     has_window = False
@@ -61,7 +61,7 @@ class KVCacheRules:
     def first_kept(self, spec: KVCacheSpec, held: int, num_tokens: int) -> int:
         """Which entry of a table that grows from `held` entries to those of `num_tokens` tokens is the first to get a block.
 
-        Those between get the null block. Default: none do.
+        The new entries before it get the null block. Default: none do.
         """
         return held
 
@@ -70,7 +70,7 @@ class KVCacheRules:
         return self.num_blocks(spec, num_tokens)
 
     def bytes_per_block(self, spec: KVCacheSpec) -> int:
-        """Bytes of one block in one layer; by default keys and values of every head, and `scale_bytes`, an option, for each of both."""
+        """Bytes of one block in one layer; by default keys and values of every head, each with a scale of `scale_bytes` (an option)."""
         head = spec.head_dim * spec.dtype_bytes + dict(spec.options).get("scale_bytes", 0)
         return 2 * spec.block_size * spec.num_kv_heads * head
 
@@ -84,7 +84,7 @@ _BUILT_IN = ("full", "sliding_window", "chunked_local", "latent", "encoder_only"
 
 
 def register_kv_cache_kind(name: str, rules: KVCacheRules) -> None:
-    """Make `KVCacheSpec(kind=name)` possible. A kind of one's own may be registered again, a built-in one may not.
+    """Make `KVCacheSpec(kind=name)` possible. A kind that a user registered may be registered again, a built-in one may not.
 
     Raises:
         ValueError: the name is that of a built-in kind.
@@ -131,7 +131,7 @@ class ChunkedLocalRules(SlidingWindowRules):
 
 
 class LatentRules(KVCacheRules):
-    """One vector a token, from which the keys and values of all heads are made (DeepSeek-AI, *DeepSeek-V2*, 2024)."""
+    """One vector per token, from which the keys and values of all heads are made (DeepSeek-AI, *DeepSeek-V2*, 2024)."""
 
     event_kind = "mla_attention"
     label = "latent vectors of {spec.head_dim}"
@@ -161,7 +161,7 @@ register_kv_cache_kind("encoder_only", EncoderOnlyRules())
 
 
 class StateRules(KVCacheRules):
-    """One block a request, which every step overwrites. vLLM's `mamba_cache_mode="none"`.
+    """One block per request, which every step overwrites. vLLM's `mamba_cache_mode="none"`.
 
     With the option `ring`, that many blocks: the state after position p is in block `p % ring`, so that the states of the last
     `ring` tokens are kept, and rejected draft tokens can be taken back. vLLM calls these speculative blocks.
@@ -235,7 +235,7 @@ class KVCacheSpec:
 
     Attributes:
         kind: `full`, `sliding_window` (the last `window` tokens), `chunked_local` (the current chunk of `window` tokens),
-            `latent` (one vector of `head_dim` numbers a token), `encoder_only` (nothing), `state`, `state_all` and
+            `latent` (one vector of `head_dim` numbers per token), `encoder_only` (nothing), `state`, `state_all` and
             `state_align` (see `StateRules`), or the name of a registered kind.
         block_size: tokens per block.
         num_kv_heads: key-value heads.
@@ -357,7 +357,7 @@ class KVCacheConfig:
 
     @property
     def num_tensors(self) -> int:
-        """Cache tensors to allocate: layers per group (of a pipeline stage: of the group that has most there)."""
+        """Cache tensors to allocate: layers per group (in a pipeline stage: layers of the group that has most there)."""
         return max(len(group.layers) for group in self.groups)
 
     @property
@@ -375,7 +375,7 @@ class CacheConfig:
         num_gpu_blocks: physical blocks on the device that computes (also when that is a CPU), null block included.
         num_cpu_blocks: blocks of the swap pool.
         enable_prefix_caching: keep and reuse full blocks by content.
-        prefix_cache_index: `hash` (chained block hashes) or `radix` (a tree of blocks); equal hits.
+        prefix_cache_index: `hash` (chained block hashes) or `radix` (a tree of blocks); both find the same hits.
         watermark: share of the blocks kept free when a waiting request is admitted.
     """
 
@@ -413,7 +413,7 @@ class SchedulerConfig:
         max_num_encoder_input_tokens: most embeddings of media that are encoded in a step; None for `max_num_batched_tokens`.
         encoder_cache_size: most embeddings of media that are kept; None for `max_num_batched_tokens`.
         starvation_limit: a policy may let younger requests overtake the oldest waiting one, preempt one request, or give a request no
-            tokens in steps on end, this often.
+            tokens in consecutive steps, at most this often.
     """
 
     max_num_seqs: int = 128
@@ -458,7 +458,7 @@ class SchedulerConfig:
         return self.encoder_cache_size or most, self.max_num_encoder_input_tokens or most
 
     def max_sampled_rows(self, speculative: SpeculativeConfig | None) -> int:
-        """Most tokens that a step samples behind: one of each request, and each of its draft tokens."""
+        """Most positions that a step samples from: per request its last token, and each of its draft tokens."""
         width = 1 if speculative is None else 1 + speculative.num_speculative_tokens
         return min(self.max_num_seqs * width, self.max_num_batched_tokens)
 
@@ -480,11 +480,11 @@ class PoolingFacts:
     """What a model makes of a whole prompt. Names are vLLM's.
 
     Attributes:
-        tasks: of `embed`, `token_embed`, `classify`, `token_classify`, `score`: those that it can do, the usual one first.
+        tasks: the tasks that it can do, of `embed`, `token_embed`, `classify`, `token_classify` and `score`; the usual one first.
         pooling_type: `cls` (the first token), `mean` or `last`: which hidden states stand for the prompt.
         normalize: vectors are scaled to length 1.
         labels: names of the classes.
-        activation: of class scores: `softmax`, `sigmoid` or `identity`.
+        activation: turns logits into class scores: `softmax`, `sigmoid` or `identity`.
         matryoshka_dimensions: sizes that a vector may be cut to; empty for any.
         token_types: kinds of text that it tells apart, such as the first of a pair and the second; 0 for none.
         generates: it predicts tokens too.
@@ -517,8 +517,8 @@ class ModelFacts:
         checkpoint_dtype: dtype named by the model's own configuration.
         hidden_size: numbers in a hidden state; None where it is not needed.
         reads_media: there is an encoder of pictures.
-        pooling: what it makes of a whole prompt.
-        draft_bytes_per_block: what a KV block takes of draft layers, which keep theirs under the same block ids.
+        pooling: how it turns a whole prompt into vectors or class scores.
+        draft_bytes_per_block: bytes per KV block of draft layers, which use the same block ids.
         padding: what tensor parallelism pads by zeros, in words.
     """
 
@@ -623,7 +623,7 @@ class KVTransferConfig:
         kv_connector: its name.
         kv_role: `kv_producer` saves blocks, `kv_consumer` fetches them, `kv_both` does both.
         kv_load_failure_policy: `recompute`: a request whose blocks cannot be fetched computes them.
-        kv_connector_extra_config: what the connector itself wants to know.
+        kv_connector_extra_config: settings that only the connector reads.
     """
 
     kv_connector: str
@@ -839,7 +839,7 @@ class EngineArgs(_ModelArgs):
 
     @property
     def kv_transfer(self) -> KVTransferConfig | None:
-        """What `kv_transfer_config` says, checked; None without."""
+        """The checked `kv_transfer_config`; None if there is none."""
         given = self.kv_transfer_config
         if given is None:
             return None
@@ -852,12 +852,12 @@ class EngineArgs(_ModelArgs):
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
-        """What `speculative_config` says, checked; None without."""
+        """The checked `speculative_config`; None if there is none."""
         return None if self.speculative_config is None else SpeculativeConfig.from_dict(self.speculative_config)
 
     @property
     def linear_kernel(self) -> str | None:
-        """The linear kernel that `quantization` asks for, of int4 the one of its group size; None for no quantization."""
+        """The linear kernel that `quantization` asks for, for int4 the one of its group size; None for no quantization."""
         if self.quantization_config is not None:
             return f"int4_{self.quantization_config['group_size']}"
         return None if self.quantization is None else QUANTIZATIONS[self.quantization]
@@ -889,7 +889,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything that an engine runs by. Made by `resolve`, not written to afterwards."""
+    """All settings of an engine. Made by `resolve`, not written to afterwards."""
 
     args: EngineArgs
     model: ModelFacts
@@ -978,12 +978,12 @@ _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
 def _shared(cls: type[CacheConfig | SchedulerConfig], args: EngineArgs, **chosen: Any) -> dict[str, Any]:
-    """Fields of a configuration: those chosen, and the others as the user gave them under the same name."""
+    """Fields of a configuration: the chosen ones, and the others as the user gave them under the same name."""
     return {f.name: chosen[f.name] if f.name in chosen else getattr(args, f.name) for f in fields(cls)}
 
 
 def _left_as_given(args: EngineArgs, known: set[str]) -> list[Decision]:
-    """The settings of which nothing was chosen: as the user gave them, or their defaults."""
+    """The settings for which nothing had to be chosen: as the user gave them, or their defaults."""
     values = {f: getattr(args, f.name) for f in fields(args) if f.name not in known}
     return [
         Decision(f.name, value, "default" if value == f.default else "asked for")
@@ -1083,7 +1083,7 @@ def _without_cache(args: EngineArgs) -> EngineArgs:
 
 
 def _check_drafts(args: EngineArgs, model: ModelFacts, mode: str) -> None:
-    """Refuse draft tokens that the states of a model cannot be brought back from."""
+    """Refuse draft tokens if the states of the model cannot be rolled back when some are rejected."""
     if args.speculative is None:
         return
     method = args.speculative.method
@@ -1099,8 +1099,8 @@ def _check_drafts(args: EngineArgs, model: ModelFacts, mode: str) -> None:
 
 
 def choose_state_cache(args: EngineArgs, model: ModelFacts) -> tuple[list[KVCacheSpec], list[Decision], dict[str, Any]]:
-    """How the layers keep what they keep; what was decided for it (nothing, for a model that has no states); and settings of
-    `CacheConfig` that it changes.
+    """The specs of the layers; the decisions about states (none for a model without states); and the settings of `CacheConfig` that
+    they change.
 
     Raises:
         ValueError: an argument that this model cannot follow.

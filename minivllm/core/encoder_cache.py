@@ -17,7 +17,7 @@ class PlaceholderRange:
     Attributes:
         offset: the first token of the range.
         length: tokens of the range.
-        is_embed: a byte a token, 1 where an embedding goes and 0 for a token that marks a row or the like; None if all do.
+        is_embed: one byte per token, 1 where an embedding goes and 0 for a token that marks a row or the like; None if all are 1.
     """
 
     offset: int
@@ -40,7 +40,7 @@ class MultiModalFeatureSpec:
     """One input of a request besides its text: a picture, or embeddings that the user gave.
 
     Attributes:
-        identifier: equal for equal contents, and only for these; it goes into the names of KV blocks.
+        identifier: equal for equal contents, and only for these; it goes into the hashes of KV blocks.
         modality: `image`, `audio`, or `prompt_embeds`.
         mm_position: its placeholders.
         data: what the encoder reads, arrays by name; None where nothing is encoded (a simulation, a trace).
@@ -67,14 +67,14 @@ class MultiModalFeatureSpec:
 
     @staticmethod
     def from_tuple(values: tuple[Any, ...]) -> MultiModalFeatureSpec:
-        """What `to_tuple` was asked of, without the data."""
+        """The spec that `to_tuple` was called on, without its data."""
         identifier, modality, whole, offset, length, is_embed, *grid = values
         place, sides = PlaceholderRange(offset, length, is_embed), (grid[0], grid[1]) if grid else None
         return MultiModalFeatureSpec(identifier, modality, place, whole=whole, grid=sides)
 
 
 class MediaRequest(Protocol):
-    """What is asked of a request here; see `Request`."""
+    """The part of a `Request` that this module reads."""
 
     request_id: str
     num_prompt_tokens: int
@@ -99,8 +99,8 @@ class EncoderCacheManager:
         max_step: most embeddings that are encoded in a step.
 
     Attributes:
-        sizes: of each output that is kept, by identifier.
-        held: by request, its inputs whose outputs it needs and whose ranges are not computed yet.
+        sizes: embeddings of each output that is kept, by identifier.
+        held: by request, the inputs whose outputs it still needs, because their ranges are not computed yet.
         freeable: outputs that no request holds, the oldest first.
         users: unfinished requests with media; 0 means that a step need not look.
     """
@@ -177,7 +177,7 @@ class EncoderCacheManager:
         return name
 
     def release(self, request: MediaRequest, computed: int) -> None:
-        """Let go of inputs whose ranges end within the first `computed` tokens."""
+        """Release inputs whose ranges end within the first `computed` tokens."""
         held = self.held.get(request.request_id, [])
         for feature in [f for f in held if f.mm_position.end <= computed]:
             held.remove(feature)
@@ -189,7 +189,7 @@ class EncoderCacheManager:
             self.held.pop(request.request_id, None)
 
     def free(self, request: MediaRequest) -> None:
-        """Let go of all that a request holds."""
+        """Release all that a request holds."""
         self.release(request, request.num_prompt_tokens)
 
     def reset(self) -> list[str]:

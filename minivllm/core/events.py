@@ -66,7 +66,7 @@ def named(event: Event) -> Any:
 
 
 class EventReader:
-    """Hands each event to the method of its kind, `_on_alloc(request, group, blocks)` say. Kinds without a method mean nothing here."""
+    """Hands each event to the method of its kind, such as `_on_alloc(request, group, blocks)`. Kinds without a method are skipped."""
 
     def __init_subclass__(cls) -> None:
         unknown = [name for name in vars(cls) if name.startswith("_on_") and name[4:] not in SCHEMA]
@@ -104,10 +104,10 @@ class State:
         requests: the unfinished ones.
         waiting: request ids in queue order (new at the end, preempted at the front).
         running: request ids in the order in which they are scheduled.
-        remote: request ids that hold blocks and wait until these are filled from elsewhere, or for a place once they are.
-        kept: blocks of requests that have ended, by request id, which are still copied.
+        remote: ids of requests whose blocks are being filled from elsewhere, or are filled while the request waits to run.
+        kept: blocks of ended requests that are still being copied, by request id.
         ref_cnt: per physical block.
-        hashes: per physical block, None where nothing reusable is held.
+        hashes: per physical block; None if it holds nothing reusable.
         free: free blocks in the order of reuse.
         cpu_free: free blocks of the swap pool, likewise.
         loras: adapter of each slot that has one.
@@ -157,7 +157,7 @@ class State:
 
 
 class Fold(EventReader):
-    """Applies events to a state. `state()` gives a copy of where it stands.
+    """Applies events to a state. `state()` gives a copy of the present one.
 
     Attributes:
         now: the state itself; its free lists are filled in by `state()` only.
@@ -343,11 +343,11 @@ class TraceHeader:
     """What a trace was recorded with. Plain values only.
 
     Attributes:
-        version: of the events; a file of another version is refused.
-        block_size, num_blocks, num_cpu_blocks: of the pools, the null block of the first one counted.
+        version: version of the events; a file of another version is refused.
+        block_size, num_blocks, num_cpu_blocks: tokens per block, GPU blocks with the null block, CPU blocks.
         num_groups: KV cache groups.
-        groups: for each of them `{"spec": fields of its KVCacheSpec, "layers": numbers}`; empty if no model was told.
-        policy, policy_arguments: its name, and what it was made with (see `Policy.arguments`).
+        groups: for each of them `{"spec": fields of its KVCacheSpec, "layers": numbers}`; empty if the layers are not known.
+        policy, policy_arguments: its name, and what it was made with (see `arguments_of`).
         preemption: "recompute" or "swap".
         settings: fields of `SchedulerConfig` and `CacheConfig`.
     """
@@ -375,7 +375,7 @@ class Recording:
 
 
 class FoldReader(EventReader):
-    """An `EventReader` beside a fold: when a method is called, `fold` is as it was before the event.
+    """An `EventReader` that sees a fold: when a method is called, `fold` is as it was before the event.
 
     Attributes:
         header, fold: set by `read`.
@@ -394,7 +394,7 @@ class FoldReader(EventReader):
 
 
 def read(recording: Recording, *readers: FoldReader) -> Fold:
-    """Fold a recording once, with readers beside the fold; gives the fold, at the end."""
+    """Fold a recording once for all readers. Returns the fold at its end."""
     fold = Fold(recording.start)
     for reader in readers:
         reader.header, reader.fold = recording.header, fold

@@ -108,8 +108,8 @@ class PrefixCacheStats:
     """What prefix look-ups found.
 
     Attributes:
-        skipped: requests that were not: caching is off, or the request asked for it.
-        query_tokens: tokens of the requests looked up.
+        skipped: requests without a look-up: caching is off, or the request asked for none.
+        query_tokens: tokens of the requests that were looked up.
         hit_tokens: those of them that were cached.
     """
 
@@ -279,12 +279,12 @@ class KVCacheManager:
             group.uncache_blocks(request.request_id, num_tokens)
 
     def has_gap(self, request: Request, num_tokens: int) -> bool:
-        """Whether a request's tokens beyond the first `num_tokens` have entries without a block, so that no step can end there."""
+        """Whether the table of a request has null blocks beyond its first `num_tokens` tokens, so that no step can end there."""
         null, start = self.block_pool.null_block, -(-num_tokens // self.block_size)
         return any(block is null for group in self.groups for block in group.tables[request.request_id][start:])
 
     def detach(self, request: Request) -> list[KVCacheBlock]:
-        """Take a request's blocks out of its tables, and do not free them: something still reads or writes them. Gives them in the order to free them."""
+        """Take a request's blocks out of its tables without freeing them: something still reads or writes them. Returns them in the order to free them."""
         held, name = [], request.request_id
         for group in self.groups:
             held += [block for block in reversed(group.tables.pop(name)) if block is not self.block_pool.null_block]
@@ -320,10 +320,10 @@ class KVCacheManager:
     def drop(self, request: Request, start: int, end: int) -> int:
         """Give back the blocks `start` to `end` - 1 of a request for good, between two steps. None of its later tokens may attend to them.
 
-        Null blocks take their place, as behind a window. For research on what may be forgotten.
+        Null blocks take their place, as when a window has passed. For research on what may be forgotten.
 
         Returns:
-            How many blocks were given back; fewer than asked for if some were before.
+            How many blocks were given back; fewer than asked for if some had been given back before.
 
         Raises:
             ValueError: the request holds no blocks, not all of these are computed, or a block is a state, which holds all tokens.
@@ -370,7 +370,7 @@ class KVCacheManager:
 
         Returns:
             `(cpu block, gpu block)` pairs to copy before the next step and the block tables, or None if too few blocks
-            are free. `free_cpu` once it is certain that they will be copied.
+            are free. Call `free_cpu` once it is certain that they will be copied.
         """
         request_id = request.request_id
         cpu = self.swapped[request_id]
@@ -394,11 +394,11 @@ class KVCacheManager:
         return tuple(pairs), self.get_block_ids(request_id)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """The block tables of a request, one list per group; 0 stands for a block that a window left behind."""
+        """The block tables of a request, one list per group; 0 stands for a block that a window has passed."""
         return tuple([block.block_id for block in group.tables[request_id]] for group in self.groups)
 
     def reset_prefix_cache(self) -> int:
-        """Forget the content of every block. Blocks in use go on being used, and no request that holds some registers more.
+        """Forget the content of every block. Blocks stay in use, but the requests that hold them register no further blocks.
 
         Returns:
             How many blocks were forgotten.

@@ -1,4 +1,4 @@
-"""KV connectors, scheduler side: which blocks are fetched from, and left in, a store beside the cache."""
+"""KV connectors, scheduler side: which blocks are fetched from, and saved to, an external store."""
 
 # Generated from nbs/core/kv_connector.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -30,15 +30,15 @@ class KVConnector(ABC):
 
     Args:
         config: what the user asked for.
-        block_size: tokens of a block.
+        block_size: tokens per block.
         num_groups: number of KV cache groups; only groups of full attention are supported.
         namespace: text that stands for the model and the layout of its blocks; engines share blocks only if it is equal (see `namespace_of`).
 
     Attributes:
         num_queries, num_hits: tokens that were looked up here, after the prefix cache, and those that were fetched.
         num_failures: steps in which a load failed.
-        num_async_failures: requests of which a load failed beside the steps.
-        load_async: whether blocks are fetched beside the steps, while the request waits; `load_async` of the extra configuration.
+        num_async_failures: requests with a failed asynchronous load.
+        load_async: whether blocks are fetched while the request waits and steps run; `load_async` of the extra configuration.
     """
 
     def __init__(self, config: KVTransferConfig, block_size: int, num_groups: int, namespace: str) -> None:
@@ -49,7 +49,7 @@ class KVConnector(ABC):
             raise ValueError(f"kv_connector_extra_config: load_async must be true or false, got {self.load_async!r}")
         self._new: dict[Key, int] = {}  # blocks that this step fills
         self._admitted: dict[str, tuple[int, list[tuple[Key, int]]]] = {}
-        self._starting: set[str] = set()  # of those, the ones that are fetched beside the steps
+        self._starting: set[str] = set()  # of those, the ones that are fetched while steps run
         self._loading: dict[str, Loads] = {}
         self._resent: dict[str, Loads] = {}
 
@@ -85,7 +85,7 @@ class KVConnector(ABC):
             self._new.clear()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that can be fetched beyond the prefix that is computed, a whole number of blocks, and whether beside the steps. No side effects."""
+        """How many tokens beyond the computed prefix can be fetched, a whole number of blocks, and whether while steps run. No side effects."""
         if not self.config.is_consumer or request.skip_reading_prefix_cache:
             return 0, False
         names, first = extend_block_hashes(request, self.block_size), num_computed_tokens // self.block_size
@@ -102,7 +102,7 @@ class KVConnector(ABC):
         num_external_tokens: int,
         load_async: bool = False,
     ) -> None:
-        """A request is admitted, or is to wait for its blocks (`load_async`): those that will be filled are in its tables, behind those of the prefix hit."""
+        """A request is admitted, or will wait for its blocks (`load_async`). In its tables, the blocks to fill come after those of the prefix hit."""
         first = num_computed_tokens // self.block_size
         span = range(first, first + num_external_tokens // self.block_size)
         names = request.block_hashes
@@ -156,11 +156,11 @@ class KVConnector(ABC):
                 self.forget(place[-1])
 
     def resend(self) -> None:
-        """A step has failed, and what was said in it, there or back, may be lost: the next one asks again for all blocks that are being fetched."""
+        """A step has failed, and messages to or from workers may be lost. The next step asks again for all blocks that are being fetched."""
         self._resent = dict(self._loading)
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> bool:
-        """A running request ends. Whether its blocks must be kept, for workers to copy them, until `finished_sending` names it."""
+        """A running request ends. Returns whether its blocks must be kept, for workers to copy, until `finished_sending` names it."""
         return False
 
     def shutdown(self) -> None:
@@ -182,7 +182,7 @@ class LRU:
         self._keys: OrderedDict[Key, None] = OrderedDict()
 
     def add(self, key: Key) -> None:
-        """A block has come."""
+        """A block was added."""
         self._keys[key] = None
 
     def touch(self, key: Key) -> None:
@@ -298,7 +298,7 @@ class OffloadingConnector(KVConnector):
 
 
 class SharedStorageConnector(KVConnector):
-    """Blocks in files. Extra configuration: `shared_storage_path`, a folder; `max_bytes` of it all, or null for no limit.
+    """Blocks in files. Extra configuration: `shared_storage_path`, a folder; `max_bytes`, its largest size, or null for no limit.
 
     Each rank has its own file for a block, `PATH.RANK`.
     """
@@ -316,7 +316,7 @@ class SharedStorageConnector(KVConnector):
         self._remove: Callable[[], Any] = lambda: None
 
     def clear(self) -> None:
-        """Go on in a new folder, which is removed with this object, by the next call, or after a kill by the next engine: no other one reads it.
+        """Go on in a new folder that no other engine reads. It is removed with this object, by the next call, or, after a kill, by the next engine.
 
         Blocks of the first weights stay for other engines.
         """
@@ -437,7 +437,7 @@ def namespace_of(config: EngineConfig) -> str:
 
 
 def make_connector(config: EngineConfig) -> KVConnector | None:
-    """The scheduler side of what `kv_transfer_config` asks for; None without.
+    """The scheduler side of the connector in `kv_transfer_config`; None if there is none.
 
     Raises:
         ValueError: no such connector, a wrong extra configuration, or a model whose blocks it cannot fetch.

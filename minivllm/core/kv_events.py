@@ -142,7 +142,7 @@ class KVEventTap:
     """Collects a scheduler's KV events.
 
     Args:
-        scheduler: whose events to collect, from now on.
+        scheduler: the scheduler whose events to collect, from now on.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -182,7 +182,7 @@ class KVEventTap:
         return found
 
     def _add(self, block: int, group: int, name: bytes) -> bool:
-        """Note what a block holds; whether it is the first to hold it."""
+        """Note what a block holds. Returns whether it is the first to hold it."""
         self._of_block[block] = key = group, name
         self._count[key] += 1
         return self._count[key] == 1

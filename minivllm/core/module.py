@@ -19,7 +19,7 @@ def generation() -> int:
 
 
 def _counting(owner: type, name: str) -> Callable[..., Any]:
-    """A method of a built-in class that counts as a change besides."""
+    """A method of a built-in class that also counts as a change."""
     original = getattr(owner, name)
 
     def changed(*args: Any, **kwargs: Any) -> Any:

@@ -22,8 +22,8 @@ class NewRequestData:
         block_ids: one block table per KV cache group.
         num_computed_tokens: tokens already in the cache: a prefix hit, or a swapped-in history.
         lora_name: adapter, or None.
-        lora_slot: where it lies; -1 for no adapter.
-        mm_features: inputs besides the text, without their data.
+        lora_slot: slot of the adapter; -1 for no adapter.
+        mm_features: inputs besides the text (images, audio, embeddings), without their data.
     """
 
     request_id: str
@@ -39,16 +39,17 @@ class NewRequestData:
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorMetadata:
-    """What the worker side of a KV connector does in a step. A place is the connector's own; its last entry names the block.
+    """What the worker side of a KV connector does in a step. A `place` is a tuple that only the connector
+    reads; its last entry is `(KV cache group, content hash)`.
 
     Attributes:
         loads: `(place, block)` copies to make before the layers run, and after `swap_out`.
         saves: `(block, place)` copies to make after them.
-        async_loads: by request, copies like `loads` that go on beside the steps; `finished_recving` tells of their end.
+        async_loads: by request, copies like `loads` that go on while steps run; `finished_recving` reports their end.
         failures: how many steps with failed loads the scheduler has heard of. A worker that knows of more saves nothing: what it has
             computed since may be wrong.
         sends: requests that have ended and whose blocks stay until `finished_sending` names them, each with the step from which workers
-            know of it. All of them are said in each step, so nothing is lost with a step that fails.
+            know of it. Each step repeats all of them, so nothing is lost when a step fails.
     """
 
     loads: tuple[tuple[tuple[Any, ...], int], ...] = ()
@@ -64,7 +65,7 @@ class SchedulerOutput:
 
     Attributes:
         step: counts from 0.
-        num_scheduled_tokens: how many tokens of which request, in scheduling order.
+        num_scheduled_tokens: tokens to compute per request, in scheduling order.
         total_num_scheduled_tokens: the sum; at most the token budget. It can be 0, when there are only rows to drop.
         new_requests: rows to add.
         new_block_ids: blocks appended to rows that the runner already holds, one list per KV cache group.
@@ -73,13 +74,13 @@ class SchedulerOutput:
         swap_out: `(gpu block, cpu block)` copies to make before the step, and before `swap_in`.
         swap_in: `(cpu block, gpu block)` copies to make before the step.
         lora_loads: `(slot, adapter)` to load before the step, in this order.
-        scheduled_spec_decode_tokens: draft tokens to verify, by request: the last of its scheduled tokens, which are not known yet.
+        scheduled_spec_decode_tokens: draft tokens to verify, by request. They are the last of its scheduled tokens.
         drafts_on_device: the device knows these, and the newest token of each request; `NOT_DRAFTED` stands for such a draft token, and
             all are scheduled as if every draft token of the step before were accepted.
         free_encoder_mm_hashes: encoder outputs to drop before the step.
         scheduled_encoder_inputs: to encode before the step, after these were dropped. They carry their data.
-        recorded: a trace is kept, so what it wants to know of the step is to be counted.
-        kv_connector_metadata: blocks to fetch and to keep; None for none.
+        recorded: a trace is kept, so the runner counts what only a trace needs.
+        kv_connector_metadata: blocks to fetch and to save; None for none.
     """
 
     step: int
@@ -115,11 +116,11 @@ class ModelRunnerOutput:
         device_draft_token_ids: of a step with `drafts_on_device`, the draft tokens that were verified.
         num_accepted_tokens: how many of a request's sampled tokens are draft tokens; if not said, all but the last.
         proposer_error: why there are no more draft tokens.
-        expert_loads: of a recorded step, (layer, tokens that each of its experts took) of the layers with experts.
+        expert_loads: for a recorded step, `(layer, tokens per expert)` of each layer with experts.
         draft_odds: of requests with draft tokens, if they were asked for: see `Verified.odds`.
         invalid_block_ids: blocks that a KV connector could not fill. What was computed with them is wrong.
         finished_recving: requests whose `async_loads` have ended. Those of their blocks that could not be filled are among `invalid_block_ids`.
-        finished_sending: requests whose blocks a KV connector has copied, and which it had asked to keep.
+        finished_sending: requests whose blocks a KV connector had asked to keep, and has now copied.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -144,7 +145,7 @@ class EngineCoreOutput:
     """What one request gained in one step, as the output processor receives it.
 
     Attributes:
-        request_id: whose.
+        request_id: the request.
         new_token_ids: tokens sampled in this step.
         finish_reason: set in the request's last output.
         stop_reason: the stop token that ended it, if one did.
@@ -152,9 +153,9 @@ class EngineCoreOutput:
         prompt_logprobs: entries for prompt positions, or None.
         num_cached_tokens: prompt tokens that came from the prefix cache.
         error: why it failed, when `finish_reason` is `error`.
-        pooled: the vector or class scores of a request that wanted them; of a task for tokens, a list of them.
+        pooled: the vector or class scores of a request that wanted them; for a token task, a list of them.
         num_draft_tokens, num_accepted_tokens: draft tokens that were verified in this step, and those that were accepted.
-        weight_version: of the weights that were used, see `EngineCore.load_weights`.
+        weight_version: version of the weights that were used, see `EngineCore.load_weights`.
     """
 
     request_id: str

@@ -26,7 +26,7 @@ class Plugin:
 
     Attributes:
         name: of the entry point.
-        value: what it names, as `module:function`.
+        value: the object it names, as `module:function`.
         package, version: of the distribution that declares it.
         problem: why it is not in use; None if it was loaded.
     """
@@ -102,7 +102,7 @@ def check_maker(what: str, make: Any, base: type = object) -> None:
 def register(
     known: dict[str, Any], what: str, name: str, make: Any, base: type = object, *, by_name: bool = False
 ) -> None:
-    """Enter what makes a `what`, such as a policy, into a registry under a name.
+    """Enter the class or function that makes a `what`, such as a policy, into a registry under a name.
 
     Args:
         known: the registry.
@@ -126,7 +126,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def registering(known: dict[str, Any], base: type, names: tuple[str, ...]) -> Callable[[Class], Class]:
-    """A class decorator that enters a class under some names, in the place of what has them.
+    """A class decorator that enters a class under some names, replacing earlier entries.
 
     Raises:
         TypeError: no names, or one that is no text; later: what is decorated is no class that inherits from `base`.

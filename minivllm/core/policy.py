@@ -162,7 +162,7 @@ for _name in set(KVCacheBlock.__slots__) - {"prev", "next"}:
 
 
 class Served(NamedTuple):
-    """Tokens that a user has got: of prompts, as they were computed (also a second time), and of answers, as they were sampled."""
+    """Tokens served to a user: prompt tokens that were computed (each time, if more than once), and tokens that were sampled."""
 
     prompt: int = 0
     output: int = 0
@@ -177,10 +177,10 @@ class SchedulerView:
         budget: tokens left in this step.
         num_running, num_waiting: lengths of the queues.
         running: the running requests, in the order in which they were admitted.
-        needed_by: the request for which blocks are looked for; None where none are.
-        num_free_blocks, num_blocks: KV blocks that can be handed out, and all of them.
+        needed_by: the request that needs blocks; None while none does.
+        num_free_blocks, num_blocks: KV blocks that are free, and all of them.
         block_size: tokens per block.
-        served: what each user has got since the engine was last idle: see `Served`. Counted anew at each look.
+        served: {user: `Served`} since the engine was last idle. Counted at each access.
     """
 
     __slots__ = ("step", "now", "budget", "num_running", "num_waiting", "num_free_blocks", "num_blocks", "block_size",
@@ -241,7 +241,7 @@ class Policy:
     """Ask `order` again after each admission, not once per step."""
 
     track_blocks = False
-    """Let blocks have `parent`, `children`, `token_ids` and `owner`: of those that are cached from now on."""
+    """Give blocks that are cached from now on `parent`, `children`, `token_ids` and `owner`."""
 
     @property
     def name(self) -> str:
@@ -283,10 +283,10 @@ class Policy:
         """A request that is admitted has found these cached blocks."""
 
     def on_free(self, request: Any, blocks: Sequence[Any]) -> None:
-        """A request has given back these blocks: at its end, when it is preempted, or behind its window."""
+        """A request has given back these blocks: at its end, when it is preempted, or when its window has passed them."""
 
     def on_finish(self, request: Any) -> None:
-        """A request has ended, wherever it was."""
+        """A request has ended, in whatever state it was."""
 
 
 def overrides(policy: Policy, method: str) -> bool:
@@ -434,7 +434,7 @@ class Clairvoyant(Policy):
 
 
 class Combined(Policy):
-    """What `combine` makes. `parts`: the policy behind each question; each listens for itself."""
+    """What `combine` makes. `parts`: the policy for each question. Each is told of the events."""
 
     def __init__(self, parts: dict[str, Policy]) -> None:
         self.parts = parts
@@ -462,7 +462,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "adapter_fair_share": AdapterFairShare, "longest_prefix_match": LongestPrefixMatch, "lru": LRU, "lfu": LFU,
     "deepest_first": DeepestFirst,
 }  # fmt: skip
-"""What makes a policy, by the name that `scheduling_policy` has for it."""
+"""Classes or functions that make a policy, by the name that `scheduling_policy` uses."""
 _SHIPPED = frozenset(POLICIES.values())
 
 
@@ -483,7 +483,7 @@ def ignores_priority(policy: Policy | str) -> bool:
 
 
 def arguments_of(policy: Policy) -> dict[str, Any]:
-    """What a policy was made with, for the header of a trace: those of its attributes that are plain values; of a combined one, its parts."""
+    """A policy's arguments, for the header of a trace: its public attributes with plain values, or the parts of a combined policy."""
     if isinstance(policy, Combined):
         return {
             question: {"name": part.name, "arguments": arguments_of(part)} for question, part in policy.parts.items()
@@ -516,7 +516,7 @@ class Watchdog:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Raise inside the block if it takes too long. A block inside another one ends no later than that."""
+        """Raise inside the block if it takes too long. A nested block ends no later than the outer one."""
         me, due, deadlines = threading.get_ident(), time.monotonic() + self.seconds, Watchdog._deadlines
         with Watchdog._changed:
             if Watchdog._thread is None or not Watchdog._thread.is_alive():  # the first time, or after a fork
@@ -553,7 +553,7 @@ class Listener(EventReader):
     """Turns events of the trace into calls of a policy's `on_...` methods.
 
     Args:
-        methods: by name, those to call.
+        methods: the functions to call for each `on_...` name.
         requests: unfinished requests by id, as the scheduler has them. A policy that takes over in the middle of a run is told of each of
             them as if it came now.
         tree: kept up to date, if there is one.
@@ -579,11 +579,11 @@ class Listener(EventReader):
         return len(self._events)
 
     def note(self, event: tuple[Any, ...]) -> None:
-        """Take an event. A request that arrives is looked up at once: it may have ended when it is told of."""
+        """Take an event. A request that arrives is looked up at once: it may have ended by the time the policy is told."""
         self._events.append(("add", self._requests[event[1]]) if event[0] == "add" else event)
 
     def tell(self) -> None:
-        """Tell what has been noted. An event whose handler fails is not told again."""
+        """Pass on what has been noted. An event whose handler fails is not passed on again."""
         while self._events:
             self.feed(self._events.popleft())
 
@@ -650,7 +650,7 @@ class PolicyGuard:
         seconds: how long one answer may take; 0 for no limit (and no thread that watches).
 
     Attributes:
-        listener: what must be given the events; None for a policy that does not listen.
+        listener: takes the events; None for a policy that does not listen.
     """
 
     def __init__(self, policy: Policy, seconds: float = 10.0) -> None:
@@ -689,7 +689,7 @@ class PolicyGuard:
             self._watch(lambda: listener.method, listener.tell)
 
     def tell_late(self) -> None:
-        """The same at a moment at which nothing may be raised: an error waits for the next `tell`."""
+        """Like `tell`, but raises nothing: an error is kept for the next `tell`."""
         try:
             self.tell()
         except PolicyError as error:

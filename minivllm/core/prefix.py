@@ -14,9 +14,9 @@ from minivllm.core.request import Request
 
 
 def hash_block(parent: bytes, token_ids: list[int], keys: Sequence[str] = ()) -> bytes:
-    """The name of a full block: 32 bytes that depend on the whole prefix, and on nothing else.
+    """The hash of a full block: 32 bytes that depend on the whole prefix, and on nothing else.
 
-    SHA-256 and not Python's `hash`: names are the same in every process, whatever PYTHONHASHSEED is,
+    SHA-256 and not Python's `hash`: hashes are the same in every process, whatever PYTHONHASHSEED is,
     and no one can craft a prompt that collides with another user's. keys: of the media in the block (`block_keys`).
     """
     content = parent + array("q", token_ids).tobytes()
@@ -24,13 +24,13 @@ def hash_block(parent: bytes, token_ids: list[int], keys: Sequence[str] = ()) ->
 
 
 def root_hash(request: Request) -> bytes:
-    """The name before a request's first block: what else must be equal for blocks to be shared."""
+    """The parent hash of a request's first block. It covers what else must be equal for blocks to be shared."""
     extra = (request.lora_name, request.cache_salt, *request.extra_keys)
     return sha256(repr(extra).encode()).digest() if any(key is not None for key in extra) else b"minivllm"
 
 
 def extend_block_hashes(request: Request, block_size: int) -> list[bytes]:
-    """Name the blocks that have filled up since the last call. Returns `request.block_hashes`."""
+    """Hash the blocks that have filled up since the last call. Returns `request.block_hashes`."""
     hashes, tokens = request.block_hashes, request.all_token_ids
     full = request.num_tokens // block_size
     if len(hashes) < full:

@@ -1,4 +1,4 @@
-"""A Ray cluster: one that is there, or one of our own that keeps to this machine."""
+"""A Ray cluster: an existing one, or one that is started on this machine alone."""
 
 # Generated from nbs/core/ray_cluster.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -68,9 +68,9 @@ shutil.rmtree(folder, ignore_errors=True)
 
 
 def start_guard(folder: str) -> "subprocess.Popen[bytes]":
-    """A process that, once this one has ended, kills all that has a file in `folder` open, and removes the folder.
+    """A process that, once this one has ended, kills every process that has a file in `folder` open, and removes the folder.
 
-    It finds processes by `/proc`; without one (macOS) it only removes the folder, as it does if it is told anything at all.
+    It finds processes by `/proc`; without one (macOS) it only removes the folder. It also does only that after any message.
     """
     command = [sys.executable, "-I", "-S", "-c", _GUARD, folder]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

@@ -46,11 +46,11 @@ class Request:
         sampling_params: handed to the model runner unread.
         arrival_time: seconds on the engine's clock.
         priority: smaller is more urgent (vLLM's convention).
-        user: whom the request belongs to, for fair-share policies.
+        user: owner of the request, for fair-share policies.
         cache_salt: requests share cached blocks only with requests of the same salt.
         lora_name: adapter name; blocks are shared only under the same adapter.
-        extra_keys: further values that make blocks differ.
-        mm_features: inputs besides the text, in the order of their ranges in the prompt.
+        extra_keys: further values; only requests with equal ones share blocks.
+        mm_features: inputs besides the text (images, audio, embeddings), in the order of their ranges in the prompt.
         skip_reading_prefix_cache: compute every prompt token even if its block is cached (prompt log-probabilities need it).
 
     Raises:

@@ -26,7 +26,7 @@ class WaitingQueue:
         self._heap: list[tuple[Any, int, Request]] | None = []
         self._ticket = 0
         self._held: set[str] = set()
-        self._line: list[Request] = []  # without keys, while requests are held: the others, the first one last
+        self._line: list[Request] = []  # without keys, while requests are held: the queue, the first one last
         self._aside: list[tuple[Any, int, Request]] = []
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class WaitingQueue:
         if self._guard is not None and self._heap is not None:
             try:
                 heapq.heappush(self._heap, (self._guard.key(request), self._ticket, request))
-            except Exception:  # noqa: BLE001 - a key may raise anything; `first` tells, within a step like all hooks
+            except Exception:  # noqa: BLE001 - a key may raise anything; `first` reports it, within a step as for all hooks
                 self._heap = None
 
     def remove(self, request: Request) -> None:
@@ -78,7 +78,7 @@ class WaitingQueue:
         return request.request_id in self.requests and request.request_id not in self._held
 
     def first(self) -> Request:
-        """The longest waiting request, or the one with the smallest key. Raises PolicyError if the keys are no good."""
+        """The first in line, or the one with the smallest key. Raises PolicyError if a key fails or keys cannot be compared."""
         if self._guard is None:
             if not self._held:
                 return next(iter(self.requests.values()))
@@ -93,7 +93,7 @@ class WaitingQueue:
         return heap[0][2]
 
     def _rank(self, guard: PolicyGuard) -> list[tuple[Any, int, Request]]:
-        """The heap anew, after a key failed."""
+        """Build the heap again, after a key failed."""
         heap = [(guard.key(request), i - len(self), request) for i, request in enumerate(self)]
         try:
             heapq.heapify(heap)

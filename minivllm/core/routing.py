@@ -30,7 +30,7 @@ class Replica:
 class Router(Protocol):
     """Chooses a replica for every request.
 
-    It may have attributes that tell of its last choice: `reason`, why, in words, and `scores`, {replica: what it compared}.
+    Two optional attributes explain its last choice: `reason`, in words, and `scores`, {replica: the number that was compared}.
     """
 
     def choose(self, request: Request, replicas: Sequence[Replica]) -> int:
@@ -45,7 +45,7 @@ def route(router: Router, request: Request, replicas: Sequence[Replica], now: fl
         now: seconds on the engines' clock.
 
     Returns:
-        The event `route`, see `core.events`; of each candidate its requests, prompt tokens, and score or None.
+        The event `route`, see `core.events`; it has the requests, prompt tokens, and score (or None) of each candidate.
 
     Raises:
         ValueError: it chose a number that no replica has.
@@ -89,9 +89,9 @@ class PrefixAware:
     """The replica that was sent the longest beginning of the prompt, unless it is too busy.
 
     Args:
-        block_size: tokens of a block.
-        slack: requests that it may have more than the least loaded replica.
-        blocks: names kept for each replica.
+        block_size: tokens per block.
+        slack: how many more requests than the least loaded replica it may have.
+        blocks: hashes kept for each replica.
     """
 
     def __init__(self, block_size: int = 16, slack: int = 4, blocks: int = 100_000) -> None:

@@ -115,13 +115,13 @@ class Scheduler(Recorder):
         policy: decides the order, the chunks, the victims and what is evicted; None for the one that `config.policy` names.
         preemption: `Recompute()` or `Swap(n)`; None takes `Swap` if `cache.num_cpu_blocks` is given.
         clock: where the time comes from.
-        connector: fetches blocks from a store beside the cache, and leaves blocks there; None for none.
-        policy_timeout: seconds that a policy's answer may take; 0 for no limit, and no thread that watches.
+        connector: fetches blocks from an external store, and saves blocks there; None for none.
+        policy_timeout: seconds that a policy's answer may take; 0 for no limit (and no watchdog).
 
     Attributes:
         requests: unfinished requests by id.
         waiting, running: the queues.
-        remote: requests in `WAITING_FOR_REMOTE_KVS`: they hold blocks, which a connector fills while steps run, or has filled.
+        remote: requests in `WAITING_FOR_REMOTE_KVS`. A connector is filling their blocks while steps run, or has filled them.
         kv_cache_manager: the KV cache manager.
         spec_stats: counters of draft tokens.
         adapters: which LoRA adapter lies in which slot.
@@ -129,8 +129,8 @@ class Scheduler(Recorder):
         trace: None, or a function that takes an event (see `record` and `subscribe`).
         waits_for_tokens: a request whose newest token is in flight is not scheduled until that token has arrived, and one that was preempted meanwhile
             is not admitted. Pipeline stages need this: the first stage does not sample, so it must be given that token before the next step begins.
-        drafts_ahead: draft tokens of each request that the device makes for the next step, which may be decided before the tokens of the
-            last are known; see `can_draft_ahead`. 0 if the host makes them.
+        drafts_ahead: how many draft tokens per request the device makes for the next step. That step may then be decided before the tokens
+            of the last one are known; see `can_draft_ahead`. 0 if the host makes the drafts.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class Scheduler(Recorder):
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.remote: dict[str, Request] = {}
-        # transfers that have not ended: the tokens that are computed then, or why they are of no use
+        # transfers in progress: how many tokens are computed when they end, or why their blocks are useless
         self._receiving: dict[str, int | str] = {}
-        self._unfetchable: set[str] = set()  # requests of which no block came
-        self._kept: dict[str, list[KVCacheBlock]] = {}  # of requests that have ended; a connector still copies them
-        # those of `_kept` that are copied to elsewhere, and the step from which workers know
+        self._unfetchable: set[str] = set()  # requests for which no block could be fetched
+        self._kept: dict[str, list[KVCacheBlock]] = {}  # blocks of ended requests that a connector still copies
+        # requests in `_kept` whose blocks are being sent; value: the first step in which workers know of it
         self._sends: dict[str, int] = {}
         self.adapters = AdapterSlots(config.max_loras)
         self.encoder_cache = EncoderCacheManager(*config.encoder_limits)
@@ -204,7 +204,7 @@ class Scheduler(Recorder):
         guard.choose_victims(self.kv_cache_manager.block_pool, lambda: self._view(self._decision.budget))
 
     def _served_tokens(self) -> dict[str | None, Served]:
-        """What each user has got. Counted when a policy asks, so that a step need not count."""
+        """Tokens served per user so far. Counted when a policy asks, so that a step need not count."""
         before = dict(self._served)
         for request in self.running:
             self._keep_account(request, 1)
@@ -265,7 +265,7 @@ class Scheduler(Recorder):
         self.waiting.add(request)
 
     def _check_media(self, request: Request) -> None:
-        """Count a request with media. Raises ValueError if an input of it can never be encoded, or never be computed in one step."""
+        """Count a request with media. Raises ValueError if one of its inputs can never be encoded, or never be computed in one step."""
         self.encoder_cache.check(request)
         most = self.config.max_num_batched_tokens
         for feature in request.mm_features:
@@ -347,7 +347,7 @@ class Scheduler(Recorder):
             raise PolicyError(f"policy {self.policy.name} has given no tokens to anyone for {self._idle_steps} steps")
 
     def _take_back(self, decision: _Decision) -> None:
-        """Undo a decision that fails before it is made: its admissions, its token counts, the blocks it registered.
+        """Undo a decision that failed half-way: its admissions, its token counts, the blocks it registered.
 
         Preemptions and new blocks of running requests stay, and go out with the next decision.
         """
@@ -427,7 +427,7 @@ class Scheduler(Recorder):
         return all(request.num_computed_tokens >= request.num_tokens - 1 for request in self.running)
 
     def _cap(self, request: Request, n: int, budget: int, threshold: int, ask: bool) -> int:
-        """How many of the `n` tokens that a request wants it gets."""
+        """How many tokens a request gets of the `n` that it wants."""
         wanted, why = n, ""
         if 0 < threshold < n:
             n, why = threshold, "long_prefill_token_threshold"
@@ -451,7 +451,7 @@ class Scheduler(Recorder):
         return fits, reason
 
     def _encode(self, request: Request, start: int, n: int, decision: _Decision) -> None:
-        """Have the inputs encoded that these tokens need, and note which outputs are dropped for them."""
+        """Schedule the encoder inputs that these tokens need, and note which cached outputs are dropped to make room."""
         if not request.mm_features or start >= request.num_prompt_tokens:
             return
         new, evicted = self.encoder_cache.take(request, start, n)
@@ -464,7 +464,7 @@ class Scheduler(Recorder):
                 self.trace(("encode", request.request_id, feature.modality, feature.identifier, size))
 
     def _release_encoded(self) -> None:
-        """Let go of encoder outputs whose ranges are computed: steps run in order, so what is dropped from now on was used."""
+        """Release encoder outputs whose ranges are computed. Steps run in order, so an output has been used before it is dropped."""
         for request_id in list(self.encoder_cache.held):
             request = self.requests[request_id]
             self.encoder_cache.release(request, request.num_computed_tokens)
@@ -477,7 +477,7 @@ class Scheduler(Recorder):
                 self.trace(("encoder_evict", name))
 
     def _ask_chunk(self, request: Request, budget: int) -> int:
-        """The policy's cap; no cap once it has given this request nothing, but others something, for too many steps in a row."""
+        """The policy's cap. It is ignored once the policy has given this request nothing, and others something, for too many steps in a row."""
         cap = self._guard.chunk(request, budget, self._view(budget))
         request.num_denied = 0 if cap else request.num_denied + 1
         if request.num_denied <= self.config.starvation_limit or self._idle_steps:
@@ -507,7 +507,7 @@ class Scheduler(Recorder):
                 return False
 
     def _note_blocks(self, request_id: str, new: tuple[list[int], ...], decision: _Decision) -> None:
-        """Append to what the runner is told; a decision that was taken back may have blocks of this request already."""
+        """Append to the blocks that the runner is told of. After a decision was taken back, there may be some of this request already."""
         held = decision.new_block_ids.setdefault(request_id, new)
         if held is not new:
             for ids, more in zip(held, new, strict=True):
@@ -633,7 +633,7 @@ class Scheduler(Recorder):
             self.trace(("wait", request.request_id, reason))
 
     def _admit(self, request: Request, decision: _Decision) -> str | None:
-        """Start one waiting request; the reason if it cannot start now."""
+        """Start one waiting request, or the transfer of its blocks. Returns None, or the reason if neither can start now."""
         config, self._needed_by = self.config, request
         if len(self.running) >= config.max_num_seqs:
             return "max_num_seqs"
@@ -675,7 +675,7 @@ class Scheduler(Recorder):
         return None
 
     def _first_chunk(self, request: Request, computed: int, decision: _Decision) -> tuple[int, str]:
-        """How many tokens a request that starts gets after its `computed` ones; if none, the reason."""
+        """How many tokens a starting request gets after its `computed` ones; if none, the reason."""
         wanted = request.num_tokens - computed
         if not self.config.enable_chunked_prefill and min(wanted, decision.threshold or wanted) > decision.budget:
             return 0, "no_chunked_prefill"
@@ -685,7 +685,7 @@ class Scheduler(Recorder):
         return n, "policy"
 
     def _take_slot(self, request: Request, decision: _Decision) -> int:
-        """The slot of the request's adapter; -1 if it has none. What must be loaded for it goes into the decision."""
+        """The slot of the request's adapter; -1 if it has none. If the adapter must be loaded, the decision says so."""
         name, adapters = request.lora_name, self.adapters
         if name is None or not adapters.count:
             return -1
@@ -724,7 +724,7 @@ class Scheduler(Recorder):
         return None
 
     def _start(self, request: Request, n: int, blocks: tuple[list[int], ...], decision: _Decision) -> None:
-        """Move a waiting request to the running ones and make its row."""
+        """Move a waiting request to the running ones, and add what the runner needs of it to the decision."""
         if self.remote.pop(request.request_id, None) is None:
             overtakes = request is not next(iter(self.waiting))
             self._overtaken = self._overtaken + 1 if overtakes else 0
@@ -755,7 +755,7 @@ class Scheduler(Recorder):
     def _receive(
         self, connector: KVConnector, request: Request, hit: CacheHit, more: int, decision: _Decision
     ) -> str | None:
-        """Have a request's blocks filled beside the steps. It takes blocks for all of its tokens, so that it can start as soon as they are."""
+        """Begin to fill a request's blocks while steps run. It takes blocks for all of its tokens, so that it can start as soon as they are filled."""
         request_id, kv = request.request_id, self.kv_cache_manager
         wanted = request.num_tokens - hit.num_tokens
         blocks = kv.allocate_slots(request, wanted, hit, self._keep_free(), delay_cache_blocks=True)
@@ -784,8 +784,8 @@ class Scheduler(Recorder):
         return None
 
     def _end_transfers(self, step: int, result: ModelRunnerOutput) -> None:
-        """Note which copies of a connector have ended. Blocks that could not be filled are computed: nothing was computed from them yet."""
-        for request_id in result.finished_sending:  # workers repeat it until they have heard that it arrived
+        """Note which transfers of a connector have ended. Blocks that could not be filled are computed: nothing was computed from them yet."""
+        for request_id in result.finished_sending:  # workers repeat an id until they hear that it arrived
             if self._sends.get(request_id, step + 1) <= step:
                 del self._sends[request_id]
                 self._release(request_id)
@@ -804,7 +804,7 @@ class Scheduler(Recorder):
                 tokens = min(tokens, first * self.cache.block_size) if isinstance(tokens, int) else tokens
                 result.invalid_block_ids -= bad
             self._end_load(request_id, bad)
-            if not tokens:  # to ask again might go on for ever
+            if not tokens:  # asking again might never end
                 self._unfetchable.add(request_id)
             if not tokens or isinstance(tokens, str):
                 self._lose(request, tokens or "kv_load_failure")
@@ -819,9 +819,9 @@ class Scheduler(Recorder):
         self.connector.end_async_load(request_id, bad)
 
     def _disown(self, why: str, lora_names: Container[str | None] | None = None) -> None:
-        """Start requests in `remote` again, for their blocks may be wrong; those whose blocks are still being filled, when that has ended.
+        """Restart requests in `remote`, because their blocks may be wrong; those whose blocks are still being filled, when that has ended.
 
-        lora_names: only those with such an adapter.
+        lora_names: restart only requests with one of these adapters; None for all.
         """
         for request_id, request in reversed(list(self.remote.items())):
             if lora_names is not None and request.lora_name not in lora_names:
@@ -832,7 +832,7 @@ class Scheduler(Recorder):
                 self._lose(request, why)
 
     def _lose(self, request: Request, why: str, needed_by: str | None = None) -> None:
-        """Free the blocks of a request, which are not being filled (any more), and let it wait as before."""
+        """Free the blocks of a request in `remote`, and let it wait as before. No transfer may be filling them."""
         request_id = request.request_id
         self.kv_cache_manager.free(request)
         del self.remote[request_id]
@@ -972,7 +972,7 @@ class Scheduler(Recorder):
             self.trace(("draft", kept))
 
     def _late(self, output: SchedulerOutput) -> tuple[int, ...]:
-        """The step of a decision, for the trace, if another one has been decided since."""
+        """The step of a decision as a tuple, for the trace; empty if no later step has been decided."""
         return () if output.step == self.step - 1 else (output.step,)
 
     def _trace_result(
@@ -1016,8 +1016,8 @@ class Scheduler(Recorder):
                     ended.append(request)
 
     def _confirm_loads(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Note which adapters, and which blocks, are loaded. An adapter that could not be loses its slot, and its requests fail: what they
-        computed is wrong. For blocks see `_end_transfers` and `_recompute`."""
+        """Note which adapters, and which blocks, are loaded. An adapter that could not be loaded loses its slot, and its requests
+        fail: what they computed is wrong. For blocks see `_end_transfers` and `_recompute`."""
         self._end_transfers(output.step, result)
         if result.invalid_block_ids:
             self._recompute(output, result)
@@ -1042,7 +1042,7 @@ class Scheduler(Recorder):
                     self.trace(("lora_evict", name, slot))
 
     def _transfers(self, connector: KVConnector, decision: _Decision) -> KVConnectorMetadata | None:
-        """What the workers fetch and keep in this step. Blocks of an adapter that may fail to load are not kept."""
+        """What the workers fetch and save in this step. Blocks of an adapter that may fail to load are not saved."""
         kv, loading = self.kv_cache_manager, self.adapters.loading
         names = [r.request_id for r in self.running if r.lora_name in loading] if loading else []
         unsure = {block for name in names for table in kv.get_block_ids(name) for block in table}
@@ -1061,7 +1061,7 @@ class Scheduler(Recorder):
         return meta
 
     def _recompute(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """After a step in which blocks could not be fetched: preempt the requests that hold one, and forget what was computed from them."""
+        """Preempt the requests that hold a block which could not be fetched, and forget all cached content."""
         kv, bad = self.kv_cache_manager, result.invalid_block_ids
         if self.connector is not None and output.kv_connector_metadata is not None:
             self.connector.update_connector_output(output.kv_connector_metadata, bad)
@@ -1134,12 +1134,12 @@ class Scheduler(Recorder):
 
     @property
     def is_sending(self) -> bool:
-        """Whether a connector copies blocks of requests that have ended."""
+        """Whether a connector is sending blocks of requests that have ended."""
         return bool(self._sends)
 
     @property
     def is_receiving(self) -> bool:
-        """Whether a connector fills blocks, be it of requests that have ended."""
+        """Whether a connector is filling blocks, including those of requests that have ended."""
         return bool(self._receiving)
 
     def has_requests(self) -> bool:
@@ -1150,7 +1150,7 @@ class Scheduler(Recorder):
         """End the requests of steps that were decided but failed, and forget all cached content.
 
         Args:
-            outputs: all decisions without a result, those before which the failure came included.
+            outputs: all decisions without a result, including those that were never executed.
         """
         for output in outputs:
             self.finish_requests([*output.num_scheduled_tokens, *output.preempted], FinishReason.ERROR)
@@ -1204,7 +1204,7 @@ def _add_event(r: Request) -> tuple[Any, ...]:
 
 
 def _attributes(r: Request) -> dict[str, Any]:
-    """What few requests have and decisions depend on."""
+    """Attributes that few requests have and that decisions depend on."""
     rare = {
         "cache_salt": r.cache_salt,
         "lora_name": r.lora_name,

@@ -20,9 +20,9 @@ METHODS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mtp", "synthetic"), ()),
 }
 NOT_DRAFTED = -1
-"""In the place of a draft token that only the device knows, or that there is none of."""
+"""Stands for a draft token that only the device knows, or that is missing."""
 PROPOSERS: dict[str, Callable[[SpeculativeConfig], Any]] = {}
-"""What makes a proposer of a method that does not ship with minivllm."""
+"""Classes or functions that make a proposer, for methods that do not ship with minivllm."""
 
 
 def register_proposer(method: str, make: Callable[[SpeculativeConfig], Any]) -> None:
@@ -45,15 +45,15 @@ class SpeculativeConfig:
     Attributes:
         method: a name of `METHODS`, or an object with `propose(requests, view)`. `ngram_gpu` is `ngram` whose drafts the GPU makes by itself, so
             that a step is launched before the tokens of the last have reached the host.
-        num_speculative_tokens: most draft tokens of a request in a step.
-        model: of the methods that have one: alias, folder or hub id.
+        num_speculative_tokens: most draft tokens per request and step.
+        model: draft model, for methods that have one: alias, folder or hub id.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that is looked up.
-        suffix_decoding_max_tree_depth: longest suffix that is looked up, and draft that follows it, together.
+        suffix_decoding_max_tree_depth: most tokens of the suffix that is looked up and the draft that follows it, together.
         suffix_decoding_max_cached_requests: answers of earlier requests that are remembered; 0 for none.
         suffix_decoding_max_spec_factor: most draft tokens for each token of the match.
         suffix_decoding_min_token_prob: a draft ends where its estimated probability falls below this.
         dynamic_length: draft fewer tokens, or none, where the measured cost of a step and of the proposer is more than they will save;
-            by default on, but for `ngram_gpu` and synthetic acceptance, which do without.
+            on by default, but never with `ngram_gpu` and synthetic acceptance.
         rejection_sample_method: `standard`, exact; or `synthetic`: drafts are accepted by chance, so texts are wrong.
         synthetic_acceptance_rate: the chance that a draft token is accepted, if all before it were.
     """
@@ -179,10 +179,10 @@ class SpecDecodingStats:
     """Counters since the start.
 
     Attributes:
-        num_drafts: drafts that were verified: one for a request in a step.
+        num_drafts: drafts that were verified, at most one per request and step.
         num_draft_tokens: their tokens.
         num_accepted_tokens: those that were accepted.
-        num_accepted_tokens_per_pos: the same by place in the draft.
+        num_accepted_tokens_per_pos: accepted tokens by position in the draft.
         error: why the proposer is not called any more; None if it is.
     """
 

@@ -22,9 +22,10 @@ class Trace(Recording):
         events: the list that grows while the engine runs.
         tokenizer: what turns token ids into text, if the engine left it here. Not saved to files.
         samples: what the sampler saw, by request id and output position, if the engine was asked to keep it. Not saved to files.
-        ranks: (rank, name, start, seconds, bytes) of what each rank did, on the engine's clock, if it was asked for: `step`,
+        ranks: (rank, name, start, seconds, bytes) for what each rank did, on the engine's clock, if that was asked for: `step`,
             `idle` between two steps, the joins within a step, `receive` and `send` between pipeline stages.
-        pictures: of the requests that were added meanwhile, by identifier (see `MultiModalFeatureSpec`), as PIL images; kept and not saved with `samples`.
+        pictures: PIL images of the requests that were added meanwhile, by identifier (see `MultiModalFeatureSpec`). Kept if `samples` are, and
+            not saved either.
     """
 
     SNAPSHOT_EVERY = 256
@@ -127,7 +128,7 @@ class Trace(Recording):
                 raise TraceError(f"after step {step} (event {i - 1}): {fault}")
 
     def _fault(self, event: Event, state: State, finished: set[str], drafts: Mapping[str, int]) -> str | None:
-        """What is wrong with an event before which the state was this; None if nothing. Keeps `finished` up to date.
+        """What is wrong with an event, given the state before it; None if nothing. Keeps `finished` up to date.
         drafts: draft tokens of the step that was decided last."""
         budget = self.header.settings.get("max_num_batched_tokens")
         if event[0] in _OF_A_REQUEST and event[1] in finished:
@@ -166,7 +167,7 @@ class Trace(Recording):
         return lines + self._told(run)
 
     def _told(self, run: list[list[Any]]) -> list[str]:
-        """One line about some steps in a row in which the same happened."""
+        """One line about consecutive steps in which the same happened."""
         if not run:
             return []
         first, what, last = *run[0][:2], run[-1][0]
@@ -180,7 +181,7 @@ class Trace(Recording):
         return [when + text]
 
     def names(self, tokenizer: Any = None) -> dict[str, str]:
-        """What to call each request, by its id: the first words in which the prompts differ, or the id where their text is not known.
+        """A short name for each request id: the first words in which the prompts differ, or the id where their text is not known.
 
         Args:
             tokenizer: anything with `decode(token_ids)`; None takes `self.tokenizer`.
@@ -203,17 +204,17 @@ class Trace(Recording):
         return names
 
     def to_pandas(self) -> dict[str, Any]:
-        """Tidy tables `steps`, `requests`, `blocks`, `tokens`, `decisions`, `routes` and `spec_decode`: see `minivllm.core.trace_tables`."""
+        """Tidy tables, from `steps` and `requests` to `media` and `experts`, by name: see `minivllm.core.trace_tables.tables`."""
         return trace_tables.tables(self)
 
     def save(self, path: Any, drop_samples: bool = False) -> None:
         """Write to a file, `.jsonl` (JSON lines) or `.parquet`: see `minivllm.core.trace_files`.
 
         Args:
-            drop_samples: a file holds no logits; say so if `samples` has some.
+            drop_samples: save without `samples`, which a file cannot hold.
 
         Raises:
-            ValueError: there are samples, and they were not to be dropped.
+            ValueError: there are samples, and `drop_samples` is off.
         """
         if self.samples and not drop_samples:
             raise ValueError(
@@ -252,7 +253,7 @@ class Trace(Recording):
         return views.find("Timeline")(self).plot(ax)
 
     def plot_drafts(self, request_id: str | None = None, step: int | None = None, ax: Any = None) -> Any:
-        """How far drafts were right, drawn with matplotlib; returns the axes: of all, by place in the draft; of one request and step, the
+        """How far drafts were right, drawn with matplotlib; returns the axes: for all, by position in the draft; for one request and step, the
         probabilities of each draft token (see the table `spec_decode`)."""
         return views.find("plot_drafts")(self, request_id, step, ax)
 
@@ -265,7 +266,7 @@ class Trace(Recording):
         return views.find("Waste")(self).plot(ax)
 
     def plot_experts(self, layer: int | None = None, ax: Any = None) -> Any:
-        """How many tokens each expert took, drawn with matplotlib; returns the axes: of all layers, or step by step of one (see the
+        """How many tokens each expert took, drawn with matplotlib; returns the axes: for all layers, or step by step for one (see the
         table `experts`)."""
         return views.find("plot_experts")(self, layer, ax)
 
@@ -282,7 +283,7 @@ def _too_early(
 ) -> str | None:
     """Tokens are sampled from the last known token only: all before it must have been computed.
 
-    step: given if a later one has been decided already. It may go on from these tokens, with drafts behind them, or have preempted the request.
+    step: given if a later one has been decided already. It may go on from these tokens, with drafts after them, or have preempted the request.
     """
     for name, new in gained.items():
         request = state.requests.get(name)

@@ -89,7 +89,7 @@ def save(trace: Recording, path: str | Path) -> None:
     """Write a trace.
 
     Args:
-        path: ends in `.jsonl` or `.parquet`. A file that is there is replaced when the new one is complete.
+        path: ends in `.jsonl` or `.parquet`. An existing file is replaced when the new one is complete.
 
     Raises:
         ValueError: another ending. TypeError: an extra key of a request that cannot be saved.
@@ -123,7 +123,7 @@ def _save_parquet(path: Path, head: str, lines: list[str], kinds: list[str]) -> 
 
 
 class TraceWriter:
-    """Writes a recording while it goes on, in a thread, so that neither memory nor the last moment holds all of it.
+    """Writes a recording while it goes on, in a thread, so that memory need not hold all of it.
 
     Until `close` the events are JSON lines in `PATH.part`. A disk that is full ends the recording; what was written stays.
 
@@ -253,7 +253,7 @@ def _label(pid: int, name: str, tid: int | None = None) -> dict[str, Any]:
 
 
 def perfetto_events(trace: Recording) -> list[dict[str, Any]]:
-    """The trace as a list of Chrome trace events; times in microseconds. What a router sent here is on the track of this replica."""
+    """The trace as a list of Chrome trace events; times in microseconds. Requests that a router sent here are on the track of this replica."""
     frames = tables(trace)
     steps, requests = frames["steps"], frames["requests"]
     budget = trace.header.settings.get("max_num_batched_tokens")
@@ -314,13 +314,13 @@ def _rank_events(trace: Recording) -> list[dict[str, Any]]:
 
 
 def save_perfetto(trace: Recording | Sequence[Recording], path: str | Path) -> None:
-    """Write a file for ui.perfetto.dev (or chrome://tracing). Several traces: of replicas behind one front, which tell of one router."""
+    """Write a file for ui.perfetto.dev (or chrome://tracing). Several traces: those of all replicas of one router."""
     events = perfetto_events(trace) if isinstance(trace, Recording) else _of_replicas(trace)
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
 
 
 def _of_replicas(traces: Sequence[Recording]) -> list[dict[str, Any]]:
-    """Each replica's processes have numbers and names apart; the router's process is one."""
+    """Events of all replicas: each replica's processes get their own numbers and names; the router's process is shared."""
     events = []
     for i, trace in enumerate(traces):
         for event in perfetto_events(trace):

@@ -41,7 +41,7 @@ class RequestTable(EventReader):
 
     @classmethod
     def of(cls, trace: Recording) -> Self:
-        """What a recording says. Requests that were under way when it began have no arrival and no queue time."""
+        """The table of a recording. Requests that were under way when it began have no arrival and no queue time."""
         table = cls()
         for name, state in trace.start.requests.items():
             prompt = state.num_prompt_tokens
@@ -260,15 +260,15 @@ def tables(trace: Recording) -> dict[str, pd.DataFrame]:
         the mean time between tokens, `e2e` to its end, all in seconds.
         `blocks`: one row per event of a block. Integers that a row lacks are `<NA>`, here and in `decisions`.
         `tokens`: one row per sampled token.
-        `decisions`: one row per decision about a request in a step, with the reason where it got less than it wanted.
-        `routes`: of each request that a router sent here, one row per replica that it could have gone to: requests and prompt tokens there, the
+        `decisions`: one row per decision about a request in a step, with the reason if it got less than it wanted.
+        `routes`: for each request that a router sent here, one row per replica that it could have gone to: requests and prompt tokens there, the
         router's own `score` of it, and the reason in the row of the one that was `chosen`.
         `spec_decode`: one row per draft token that was verified: its `place` in the draft, and the `outcome`: `accepted`, `rejected`, or `not
-        reached` behind a rejected one. Of a trace with samples also its probability for the target and for the proposer (1 if it gave
+        reached` after a rejected one. With samples in the trace also its probability for the target and for the proposer (1 if it gave
         none), and, where it was rejected, the probability of the token sampled instead in what the target had left.
         `media`: one row per picture, clip or run of embeddings of a request: its tokens `first` to `end` - 1 of the prompt, the embeddings
         among them, and the step in which they were `encoded` for it, `<NA>` if the encoder cache or the prefix cache had them.
-        `experts`: one row per step, layer with experts, and expert: `num_tokens`, of the step's tokens those that visited it.
+        `experts`: one row per step, layer with experts, and expert: `num_tokens`, how many of the step's tokens went to it.
     """
     import pandas as pd
 

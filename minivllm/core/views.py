@@ -9,7 +9,7 @@ _provider: Callable[[], Any] | None = None
 
 
 def provide(views: Callable[[], Any]) -> None:
-    """Say where views come from: a function that imports them, and is called when one is asked for first."""
+    """Set the function that imports the views. It is called whenever a view is asked for."""
     global _provider
     _provider = views
 
