@@ -14,7 +14,7 @@ from minivllm.core.plugins import load_plugins
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """What a flag that takes a JSON object says. Raises ArgumentTypeError for anything else."""
+    """The value of a flag that takes a JSON object. Raises ArgumentTypeError for anything else."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -34,7 +34,7 @@ _VLLM_FLAGS = {"num_gpu_blocks": ["--num-gpu-blocks-override"]}
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, besides: Collection[str] = ()) -> None:
-    """One flag for each field of EngineArgs, ``besides`` those that the command has itself."""
+    """One flag for each field of EngineArgs, except those in ``besides``, which the command has itself."""
     load_plugins()  # they may add to the choices
     group = parser.add_argument_group("engine")
     for f in fields(EngineArgs):
@@ -65,7 +65,7 @@ def engine_args_from(args: argparse.Namespace) -> EngineArgs:
 
 
 def with_config(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """``argv`` with the flags of ``--config FILE.yaml`` behind it, but for those that it has itself: the command line wins.
+    """``argv`` followed by the flags of ``--config FILE.yaml``, except those that it has already: the command line wins.
 
     The file maps long flags, without the dashes in front, to values; `true` and `false` switch, a list gives several values.
 
@@ -102,7 +102,7 @@ def _command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.A
 
 
 def _option(parser: argparse.ArgumentParser, word: str) -> argparse.Action | None:
-    """What a flag, or a beginning of one, means."""
+    """The action of a flag, or of an unambiguous beginning of one; None if there is none."""
     options = parser._option_string_actions
     matches = [word] if word in options else [option for option in options if option.startswith(word)]
     return options[matches[0]] if len(matches) == 1 else None

@@ -193,7 +193,7 @@ class AsyncLLM:
         return self.llm_engine.tokenizer
 
     def get_detokenizers(self) -> DetokenizerFactory:
-        """What turns tokens into text; it is there, for this engine has a tokenizer."""
+        """The factory of detokenizers, which turn tokens into text. The engine must have a tokenizer."""
         factory = self.llm_engine.output_processor.detokenizers
         assert factory is not None
         return factory
@@ -334,7 +334,7 @@ class AsyncLLM:
         self._streams[stream.request_id] = stream
 
     async def run_input(self, work: Callable[[], T]) -> T:
-        """Do something with the tokenizer, in one of the threads that are there for it. Raises EngineDeadError, or what ``work`` raises."""
+        """Call ``work``, which checks or tokenises input, in a thread of a pool. Raises EngineDeadError, or what ``work`` raises."""
         if self._closing or self.errored:
             raise self._death()
         return await asyncio.get_running_loop().run_in_executor(self._inputs, work)
@@ -392,7 +392,7 @@ class AsyncLLM:
         return await self.call(lambda engine: engine.pin_lora(lora_id))
 
     async def call(self, job: Callable[[LLMEngine], T]) -> T:
-        """Do something with the engine between two steps. Raises what ``job`` raises, or EngineDeadError."""
+        """Call ``job`` with the engine between two steps. Raises what ``job`` raises, or EngineDeadError."""
         return await asyncio.wrap_future(self._post(job))
 
     def check_health(self) -> None:
@@ -401,7 +401,7 @@ class AsyncLLM:
             raise self._death()
 
     def observe(self, on_finished: Callable[[FinishedRequest], None]) -> None:
-        """Have every request that ends from now on counted, in the engine's thread."""
+        """Call ``on_finished`` for every request that ends from now on, in the engine's thread."""
         self.llm_engine.output_processor.on_finished = on_finished
 
     def get_metrics(self) -> dict[str, float]:
@@ -439,7 +439,7 @@ class AsyncLLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """See `Executor.collective_rpc`. With an engine in another process, plain values can cross."""
+        """See `Executor.collective_rpc`. With an engine in another process, only plain values can cross."""
         return await self.call(lambda engine: engine.collective_rpc(method, timeout, args, kwargs))
 
     async def apply_model(self, function: Function) -> list[Any]:

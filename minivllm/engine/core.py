@@ -113,7 +113,7 @@ class EngineCore:
             self._compiling.add(request, adapter)
 
     def prefetch_lora(self, key: str, path: str, digest: str) -> None:
-        """Have an adapter read into main memory. Requests with it, which may come now, join the scheduler when it is there."""
+        """Begin to read an adapter into main memory. Requests with it may be added now; they join the scheduler when it is there."""
         self._adapters[key] = self.executor.collective_rpc("prefetch_lora", args=(key, path, digest), non_block=True)
 
     def is_lora_read(self, key: str) -> bool:
@@ -135,7 +135,7 @@ class EngineCore:
         return self._compiling.remove(ids) + self.scheduler.finish_requests(ids, FinishReason.ABORT)
 
     def has_requests(self) -> bool:
-        """Whether `step` has anything to do, be it only rows to drop. While the engine sleeps, requests wait."""
+        """Whether `step` has anything to do, even if only rows to drop. While the engine sleeps, requests wait."""
         if self.asleep:
             return bool(self._outputs)
         return self.scheduler.has_requests() or any((self._compiling.waiting, self._in_flight, self._outputs))
@@ -145,15 +145,15 @@ class EngineCore:
         return self._compiling.compile(params)
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """Have a function called, in some thread, should the executor fail while nothing is asked of it."""
+        """Set a function to be called, in some thread, if the executor fails while it is idle."""
         self.executor.register_failure_callback(callback)
 
     def check_health(self) -> None:
-        """Raises what the executor has failed with, if it has."""
+        """Raises the error that the executor failed with, if it has failed."""
         self.executor.check_health()
 
     def fileno(self) -> int | None:
-        """A file that becomes readable when outputs have come by themselves; None, for here `step` makes them."""
+        """The number of a file that becomes readable when outputs have come; None here, because `step` makes the outputs."""
         return None
 
     def step(self) -> list[EngineCoreOutput]:
@@ -189,7 +189,7 @@ class EngineCore:
         return outputs
 
     def step_drafting(self) -> list[EngineCoreOutput]:
-        """As `step_async`, with draft tokens: what a step verifies is known when the one before has ended, which is waited for first,
+        """Like `step_async`, with draft tokens. What a step verifies is known when the one before has ended, so that is waited for first,
         unless the device makes the drafts.
 
         The step runs while the caller handles what requests gained in the one before.
@@ -320,7 +320,7 @@ class EngineCore:
                     self.executor.keep_samples(None)
 
     def record_to(self, path: str) -> None:
-        """Record from now on, into a file, until `shutdown`. A disk that is full ends it, and is said in the log.
+        """Record from now on, into a file, until `shutdown`. A full disk ends the recording; the log says so.
 
         Raises:
             RuntimeError: a recording is under way. ValueError, OSError: see `TraceWriter`.
@@ -347,11 +347,11 @@ class EngineCore:
                 logger.info("the trace of %d steps is in %s", writer.num_steps, place)
 
     def engine_of(self, request_id: str) -> int:
-        """The number of the engine that has a request: always 0, but for a data-parallel core."""
+        """The number of the engine that has a request: always 0, except in a data-parallel core."""
         return 0
 
     def engine_stats(self) -> list[dict[str, float]]:
-        """`get_stats` of each engine: of one, but for a data-parallel core."""
+        """`get_stats` of each engine: one entry, except in a data-parallel core."""
         return [self.get_stats()]
 
     def get_stats(self) -> dict[str, float]:
@@ -412,7 +412,7 @@ class EngineCore:
         return found
 
     def apply_model(self, function: Function) -> list[Any]:
-        """What a function of the model (a `Decoder`, or a rank's part of it) returns, for each rank.
+        """Call a function with the model (a `Decoder`, or a rank's part of it) on each rank; returns the results.
         After changing weights with it, call `reset_prefix_cache`.
 
         Raises:
@@ -486,19 +486,19 @@ class EngineCore:
             raise
 
     def _set_asleep(self, asleep: dict[str, str]) -> None:
-        """asleep: what is not there, and the call that brings it. Steps run while that is nothing."""
+        """asleep: {what is missing: the call that brings it back}. Steps run only while it is empty."""
         self.asleep = asleep
         self.step = self._step_asleep if asleep else self._awake_step  # type: ignore[method-assign]
 
     def _step_asleep(self) -> list[EngineCoreOutput]:
-        """What requests got before. Raises RuntimeError if that is nothing."""
+        """Outputs from before the engine fell asleep. Raises RuntimeError if there are none."""
         if not self._outputs:
             raise no_step(self.asleep)
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back: of the "weights", of the "kv_cache", or of both (None). Weights that were dropped are not there before `load_weights`.
+        """Take memory back: of the "weights", of the "kv_cache", or of both (None). Dropped weights come back only with `load_weights`.
 
         Raises:
             ValueError: another tag. RuntimeError: `load_weights` has failed half-way, and must be called again.
@@ -517,7 +517,7 @@ class EngineCore:
         return bool(self.asleep)
 
     def missing(self) -> dict[str, str]:
-        """What is not there while no step can run, and the call that brings it."""
+        """{what is missing while no step can run: the call that brings it back}."""
         return dict(self.asleep)
 
     def check_load_weights(self, weights: str | None = None, mode: str = "keep") -> None:
@@ -614,7 +614,7 @@ _ENGINES = {
 
 
 def next_version(version: int | None, latest: int) -> int:
-    """The version of new weights. Raises ValueError if it is no number, or goes back."""
+    """The version of new weights. Raises ValueError if it is no number, or below the last one."""
     if version is not None and (type(version) is not int or version < latest):
         raise ValueError(
             f"load_weights: version must be a number from {latest} on, that of the weights now; got {version!r}"
@@ -631,9 +631,9 @@ def no_step(missing: Mapping[str, str]) -> RuntimeError:
 def on_one_clock(
     spans: list[list[tuple[str, float, float, int]]], start: float
 ) -> list[tuple[int, str, float, float, int]]:
-    """Spans of all ranks (see `Spans`), in order of time, with those between two steps of a rank as ``idle``.
+    """Spans of all ranks (see `Spans`), in order of time, and the gaps between two steps of a rank as ``idle``.
 
-    ``start``: of the engine's clock. Processes of one machine read the same clock; those of several need not agree.
+    ``start``: start of the engine's clock. Processes of one machine read the same clock; those of several need not agree.
     """
     found = []
     for rank, mine in enumerate(spans):
@@ -651,7 +651,7 @@ class GrammarQueue:
     """Requests whose grammar is being compiled, or whose adapter is being read.
 
     Args:
-        compiler: None if there can be none.
+        compiler: None if the engine has no tokenizer.
 
     Attributes:
         waiting: {request id: request, and what it waits for}, in the order of arrival.
@@ -668,7 +668,7 @@ class GrammarQueue:
         return self.compiler.submit(params)
 
     def add(self, request: Request, adapter: Future[Any] | None = None) -> None:
-        """Begin to compile the grammar that the request's parameters ask for, if they do. ``adapter``: to wait for, too."""
+        """Begin to compile the grammar that the request's parameters ask for, if they do. ``adapter``: a load to wait for as well."""
         pending: list[PendingGrammar | Future[Any]] = [] if adapter is None else [adapter]
         if (structure := getattr(request.sampling_params, "structured_outputs", None)) is not None:
             pending.append(self.compile(structure))

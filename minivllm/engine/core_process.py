@@ -44,7 +44,7 @@ CALLS = (
 
 
 class EngineCoreProc:
-    """An engine core behind a channel: messages in, outputs and statistics out."""
+    """An engine core at one end of a channel: messages in, outputs and statistics out."""
 
     GRACE = 5.0
     """Seconds that a step may still take when the server has gone."""
@@ -173,13 +173,13 @@ def _kind_of(error: BaseException) -> str:
 
 
 def _as_error(kind: str, text: str) -> Exception:
-    """An error of the other process, as one of here: of the same kind if the kind is one that callers tell apart."""
+    """An error of the other process as an exception, of the same class if callers tell that class apart."""
     known = _ERRORS.get(kind)
     return EngineProcessError(f"{kind}: {text}") if known is None else known(text)
 
 
 class RemoteCore:
-    """What engine cores that are elsewhere have in common. ``grammar``: compiles grammars here, to check them."""
+    """What the clients of engine cores in other processes have in common. ``grammar``: compiles grammars here, to check them."""
 
     grammar: GrammarCompiler | None = None
     asleep: Mapping[str, str] = MappingProxyType({})  # see `EngineCore.missing`; of one core
@@ -214,17 +214,17 @@ class RemoteCore:
         return [self.get_stats()]
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """There is no need: a file becomes readable, see `fileno`."""
+        """Does nothing: if a process fails, a file becomes readable, see `fileno`."""
 
     def check_health(self) -> None:
-        """The next step says it if a process has failed."""
+        """Does nothing: if a process has failed, the next step raises."""
 
 
 class EngineCoreClient(RemoteCore):
     """An engine core in a separate process, with the methods of `EngineCore`. One thread uses it; `get_stats` is for all.
 
     ``options``: see `LLMEngine.from_engine_args`; objects that would have to cross (policies, transforms) cannot.
-    ``warm``: whether to rehearse first, see `llm_engine.warm_up`. ``environment``: what the process has besides this one's.
+    ``warm``: whether to rehearse first, see `llm_engine.warm_up`. ``environment``: variables that the process has in addition to this one's.
     ``clock``: to share with other engines; None for a new one.
 
     Raises:
@@ -309,7 +309,7 @@ class EngineCoreClient(RemoteCore):
         return outputs
 
     def _send(self, *message: Any) -> None:
-        """Raises TypeError, ValueError for what cannot cross; then it does not count as sent."""
+        """Raises TypeError or ValueError for what cannot cross; the message does not count as sent then."""
         try:
             self.channel.send(list(message))
         except OSError:  # it has ended; the next step says so
@@ -339,7 +339,7 @@ class EngineCoreClient(RemoteCore):
                 raise EngineProcessError(f"{message[1][0]}: {message[1][1]}")
 
     def _change(self, name: str, *arguments: Any) -> Any:
-        """As `_call`, of a method after which the engine may sleep or not, even if it fails."""
+        """Like `_call`, for methods that may put the engine to sleep or wake it, even if they fail."""
         try:
             return self._call(name, *arguments)
         finally:  # what requests got before comes ahead of this answer

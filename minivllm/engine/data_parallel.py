@@ -42,7 +42,7 @@ def replica_args(args: EngineArgs, rank: int) -> EngineArgs:
 
 
 def replica_environment(args: EngineArgs, rank: int) -> dict[str, str]:
-    """What a replica's environment has besides this one's: a share of the cores, and its own GPUs."""
+    """Variables that a replica's environment has in addition to this one's: a share of the cores, and its own GPUs."""
     added = share_of_cores(args.data_parallel_size)
     if args.device != "cpu":
         world = args.world_size
@@ -60,7 +60,7 @@ class DataParallelCore(RemoteCore):
         router: chooses one for each request.
 
     Attributes:
-        decisions: its last choices, as events (see `core.routing.route`). In a recording each is in the trace of the replica that was chosen.
+        decisions: the router's last choices, as events (see `core.routing.route`). In a recording each is in the trace of the replica that was chosen.
     """
 
     on_ray = False  # whether it has joined a Ray cluster, for all replicas
@@ -192,7 +192,7 @@ class DataParallelCore(RemoteCore):
         return found
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """See `EngineCore.reset_prefix_cache`; whether all did."""
+        """See `EngineCore.reset_prefix_cache`. Returns whether all did."""
         done = [core.reset_prefix_cache(reset_running_requests) for core in self.cores]
         return all(done)
 
@@ -225,7 +225,7 @@ class DataParallelCore(RemoteCore):
     def load_weights(self, weights: Weights = None, version: int | None = None, mode: str = "keep") -> int:
         """See `EngineCore.load_weights`; one replica after the other, when all have said that they can.
 
-        If one fails none the less, those before it have the new weights. `get_stats` has the smallest version, until a call succeeds.
+        If one fails after all, those before it have the new weights. `get_stats` has the smallest version, until a call succeeds.
         """
         version = next_version(version, int(max(core.get_stats().get("weight_version", 0) for core in self.cores)))
         with as_path(weights) as path:

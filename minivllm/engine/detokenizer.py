@@ -145,7 +145,7 @@ class WindowDetokenizer:
         return _after(self._shown, self.decode(self._window))
 
     def _last_tokens(self, token_ids: Sequence[int]) -> tuple[list[int], dict[int, int]]:
-        """The last tokens that have text: CONTEXT of them, and {place: byte} of the whole run of byte tokens behind those."""
+        """The last tokens that have text: CONTEXT of them, and {place: byte} of the whole run of byte tokens after those."""
         context: list[int] = []
         run: dict[int, int] = {}
         for at in range(len(token_ids) - 1, -1, -1):
@@ -173,12 +173,12 @@ def _num_unfinished(data: bytes) -> int:
 
 
 def _after(shown: str, text: str) -> str:
-    """What ``text`` has behind ``shown``, or, if a byte has changed what was shown, from the first difference on."""
+    """What ``text`` has after ``shown``, or, if a byte has changed what was shown, from the first difference on."""
     return text[len(os.path.commonprefix([shown, text])) :]
 
 
 class DetokenizerFactory:
-    """Makes one detokenizer a request and remembers, per tokenizer, what they share."""
+    """Makes one detokenizer per request and remembers, per tokenizer, what they share."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -34,7 +34,7 @@ class Prompt:
 
     ``media``: what the markers in the text stand for, see `MediaProcessor.load`; ``features``: the same, when ``token_ids`` have the
     placeholders already.
-    ``token_type_ids``: one a token, of a model that tells a first text (0) from a second (1).
+    ``token_type_ids``: one per token, for a model that tells a first text (0) from a second (1).
     """
 
     text: str | None = None
@@ -108,7 +108,7 @@ class RequestOptions(TypedDict, total=False):
     Attributes:
         arrival_time: seconds on the engine's clock.
         priority: smaller is more urgent.
-        user: whom it belongs to, for fair-share policies.
+        user: owner of the request, for fair-share policies.
         cut_max_tokens: see `InputProcessor.max_tokens`.
         lora_request: the adapter to run it with.
     """
@@ -145,7 +145,7 @@ class InputProcessor:
         self.generation_config = generation_config or {}
         self.eos_token_id: int | None = getattr(tokenizer, "eos_token_id", None)
         self.adapters: AdapterRegistry | None = None  # set by an engine with enable_lora
-        self.media: MediaProcessor | None = None  # set by an engine whose model reads pictures
+        self.media: MediaProcessor | None = None  # set by an engine whose model reads media
         self.transforms_read_extra_args = False  # set by an engine that has its own transforms
         self._next_seed = RequestSeeds(config.seed)
         self._longest_token = 0  # in characters; found when it is needed
@@ -187,7 +187,7 @@ class InputProcessor:
 
     @property
     def max_characters(self) -> int:
-        """More than this cannot be ``max_model_len`` tokens: no token of the vocabulary has more characters than the longest."""
+        """A longer text has more than ``max_model_len`` tokens, since no token has more characters than the longest one."""
         if self._longest_token == 0:
             self._longest_token = max(map(len, self.tokenizer.get_vocab())) if self.tokenizer is not None else 1
         return self._longest_token * self.config.scheduler.max_model_len

@@ -104,7 +104,7 @@ class LLM(EngineControls):
         return self.llm_engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where none are given: the model's generation config, or neutral with ``generation_config="vllm"``."""
+        """The sampling parameters that are used if none are given: the model's generation config, or neutral with ``generation_config="vllm"``."""
         return SamplingParams(**self.llm_engine.default_sampling_params)
 
     def generate(
@@ -123,7 +123,7 @@ class LLM(EngineControls):
         ``sampling_params``: one for all, or one for each. ``priority``, ``user``: one for each prompt, for policies that ask.
         ``lora_request``: an adapter for all, or one for each (None: the base model); needs ``enable_lora=True``.
         A request that fails while it runs, such as one with a JSON schema that cannot be compiled, does not stop the others: a
-        warning tells, its ``finish_reason`` is "error", and its ``error`` the reason.
+        warning says so, its ``finish_reason`` is "error", and its ``error`` the reason.
 
         Raises:
             TypeError, ValueError: a bad prompt or parameter, found before anything runs.
@@ -169,7 +169,7 @@ class LLM(EngineControls):
         return checked
 
     def _run(self, requests: Sequence[tuple[str, ProcessedInput]], use_tqdm: bool) -> list[RequestOutput]:
-        """Queue requests and step until they have ended. Whatever goes wrong, none of them is left behind."""
+        """Queue requests and step until they have ended. Whatever goes wrong, none of them is left in the engine."""
         engine, done = self.llm_engine, {}
         try:
             with deferred_interrupts() as check_interrupt, _Progress(len(requests), use_tqdm) as progress:
@@ -240,7 +240,7 @@ class LLM(EngineControls):
     def reward(
         self, prompts: Prompts, *, pooling_params: Pooling = None, use_tqdm: bool = True
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What a reward model gives each token of a prompt; a model that rates the whole text does so with the last. Raises as `encode`."""
+        """The rewards of each token of a prompt, from a reward model; one that rates the whole text does so at the last token. Raises as `encode`."""
         return self.encode(prompts, pooling_params, pooling_task="token_classify", use_tqdm=use_tqdm)
 
     def score(
@@ -406,7 +406,7 @@ def _pooled(output: RequestOutput, make: Callable[[list[Any]], T]) -> PoolingReq
 
 
 def _final_only(params: SamplingParams) -> SamplingParams:
-    """A copy for which nothing is put together before the end."""
+    """A copy whose output is put together only at the end."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
     copy = params.clone()
@@ -431,7 +431,7 @@ def _one_each(name: str, given: Any, count: int, kind: type | tuple[type, ...]) 
 def deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Within the block Ctrl-C waits for a call of the yielded function, which then raises KeyboardInterrupt.
 
-    A second press does not wait: then the program hangs, as the user knows. Nothing changes outside of the main thread (Python
+    A second press does not wait, for the program may hang. Nothing changes outside of the main thread (Python
     delivers signals there only) or where another program part handles the signal.
     """
     mine = threading.current_thread() is threading.main_thread()

@@ -46,7 +46,7 @@ FROM_GENERATION_CONFIG["max_new_tokens"] = "max_tokens"
 
 
 class EngineControls:
-    """What `LLMEngine` and `LLM` have the engine core do between two steps."""
+    """Calls that `LLMEngine` and `LLM` pass on to the engine core, between two steps."""
 
     core: EngineCore
 
@@ -64,7 +64,7 @@ class EngineControls:
         self.core.sleep(level, mode)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back: see `EngineCore.wake_up`. tags: of "weights" and "kv_cache"; None for both."""
+        """Take memory back: see `EngineCore.wake_up`. tags: "weights", "kv_cache", or both; None for both."""
         self.core.wake_up([tags] if isinstance(tags, str) else tags)
 
     def is_sleeping(self) -> bool:
@@ -98,7 +98,7 @@ class EngineControls:
         return self.core.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, function: Function) -> list[Any]:
-        """What a function of every rank's model (a `Decoder`) returns: see `EngineCore.apply_model`."""
+        """Call a function with every rank's model (a `Decoder`); returns the results: see `EngineCore.apply_model`."""
         return self.core.apply_model(function)
 
     def set_policy(self, policy: Policy) -> None:
@@ -224,7 +224,7 @@ class LLMEngine(EngineControls):
         return True
 
     def _defaults(self) -> dict[str, Any]:
-        """The fields of SamplingParams that the model's generation config sets. What is wrong with it is the model's fault, not a request's."""
+        """The fields of SamplingParams that the model's generation config sets. An error in it is the model's fault, not a request's."""
         fields: dict[str, Any] = {}
         for theirs, ours in FROM_GENERATION_CONFIG.items():
             value = self.generation_config.get(theirs)
@@ -377,7 +377,7 @@ class LLMEngine(EngineControls):
 
 
 PROMPT, STEPS = 32, 3
-"""Prompt tokens of each request, and tokens that follow, where there is room for them."""
+"""Prompt tokens of each request, and how many tokens follow, if there is room for them."""
 
 _PARAMS = (
     SamplingParams(temperature=0, seed=0),

@@ -44,8 +44,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Moments of a request on the engine's clock, in seconds; None while they have not come. And its draft tokens, if there are any:
-    those that were verified, and those that were accepted."""
+    """Moments of a request on the engine's clock, in seconds; None until they have come. Also how many
+    draft tokens were verified, and how many of them accepted."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -57,11 +57,11 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """What is counted of a request that has ended in any way: with an answer, aborted, or failed.
+    """Counts of a request that has ended in any way: with an answer, aborted, or failed.
 
     Attributes:
         finish_reasons: one for each answer that was begun, or "stop" for a vector.
-        num_generation_tokens: of all answers.
+        num_generation_tokens: tokens of all answers.
         engine: the number of the replica, with data parallelism.
     """
 
@@ -78,8 +78,8 @@ class RequestOutput:
 
     prompt: the text, None if token ids were given. prompt_logprobs: for each prompt token ``{token id: Logprob}`` (None for
     the first, which nothing predicts), or None. num_cached_tokens: prompt tokens found in the prefix cache.
-    error: why the request failed, if the finish reason is "error". pooled: the vector or class scores, of a request with PoolingParams; it has no
-    ``outputs``. weight_version: of the weights that chose its newest token, see `EngineCore.load_weights`.
+    error: why the request failed, if the finish reason is "error". pooled: the vector or class scores of a request with PoolingParams, which has no
+    ``outputs``. weight_version: version of the weights that chose its newest token, see `EngineCore.load_weights`.
     """
 
     request_id: str
@@ -138,7 +138,7 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """Whatever was asked for. ``data``: a list of numbers, or for a task for tokens one list a token."""
+    """The result of any pooling task. ``data``: a list of numbers, or for a token task one list per token."""
 
     data: list[Any]
 

@@ -17,14 +17,14 @@ class Pairs:
 
     Attributes:
         prompts: what to pool.
-        places: of each pair, the places of its two vectors among the results; None if each prompt is a pair.
+        places: for each pair, the indices of its two vectors among the results; None if each prompt is a pair.
     """
 
     prompts: list[dict[str, Any]]
     places: list[tuple[int, int]] | None
 
     def scores(self, pooled: Sequence[list[float]]) -> list[float]:
-        """One number a pair. pooled: the result of each prompt."""
+        """One number per pair. pooled: the result of each prompt."""
         if self.places is None:
             return [scores[0] for scores in pooled]
         return [cosine(pooled[i], pooled[j]) for i, j in self.places]
@@ -36,8 +36,8 @@ def make_pairs(
     """Prompts for pairs of texts.
 
     Args:
-        tokenizer: of the model; None for none.
-        facts: of the model.
+        tokenizer: the model's; None for none.
+        facts: the model's.
         first: one text for all of `second`, or as many.
         keep: most tokens of a pair that is read at once; None for no cut.
 

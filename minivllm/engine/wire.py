@@ -27,7 +27,7 @@ CLASSES: tuple[type, ...] = (
     output.EngineCoreOutput, logprobs.Logprob,
     encoder_cache.PlaceholderRange, encoder_cache.MultiModalFeatureSpec,
 )  # fmt: skip
-"""What may cross, besides numbers, text, bytes, None, lists, tuples, frozen sets, dictionaries and arrays."""
+"""Classes that may cross, besides numbers, text, bytes, None, lists, tuples, frozen sets, dictionaries and arrays."""
 
 _PLACE = {cls: place for place, cls in enumerate(CLASSES)}
 _NAMES: dict[type, tuple[str, ...]] = {
