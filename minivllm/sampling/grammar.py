@@ -82,7 +82,7 @@ def check_limits(asked: Mapping[str, Any]) -> None:
     """Refuse what takes too long to compile, or overflows the stack of the grammar engine, which ends the process.
 
     Args:
-        asked: Fields of StructuredOutputsParams. Only schemas, grammars and lists of choices are looked at.
+        asked: fields of StructuredOutputsParams. Only schemas, grammars and lists of choices are looked at.
 
     Raises:
         GrammarError: names the limit.
@@ -199,7 +199,7 @@ def _tag_parts(tag: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def special_token_ids(tokenizer: Any) -> dict[str, int]:
-    """The tokens of a fast tokenizer that are no text: their ids. In a grammar, id 7 is `<[7]>`."""
+    """{token: id} of a fast tokenizer's tokens that are not text. In a grammar, id 7 is `<[7]>`."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {token.content: token_id for token_id, token in added.items() if token.special}
 

@@ -22,7 +22,7 @@ class Logprob:
 class HostCopy:
     """A tensor that is being copied to the host. From a GPU the copy is queued after the kernels; only `wait` blocks.
 
-    Few numbers travel through pinned memory that is used again: to get some takes the host as long as the copy.
+    A few numbers go through pinned memory that is reused: allocating it takes the host as long as the copy.
     """
 
     SMALL = 4096
@@ -59,7 +59,7 @@ def gather_logprobs(values: Tensor, token_ids: Tensor, num_logprobs: Sequence[in
 
 
 class PendingLogprobs:
-    """As `gather_logprobs`, whose result `wait` gives; a GPU finds and copies the numbers meanwhile."""
+    """Like `gather_logprobs`, but `wait` gives the result; until then a GPU finds and copies the numbers."""
 
     def __init__(self, values: Tensor, token_ids: Tensor, num_logprobs: Sequence[int]) -> None:
         vocab_size = values.shape[1]

@@ -144,7 +144,7 @@ class CheckedParams:
     """A dataclass of parameters: an unknown keyword raises TypeError, a value out of range InvalidParameter.
 
     Attributes:
-        allowed: by field.
+        allowed: the allowed values of each field.
         place: what stands before the name of a field in an error.
     """
 
@@ -273,7 +273,7 @@ class RepetitionDetectionParams(CheckedParams):
 
 
 MAX_N = 16384  # vLLM's default bound on sequences per request
-MIN_TEMPERATURE = 1e-2  # smaller ones are raised, 0 apart, as in vLLM
+MIN_TEMPERATURE = 1e-2  # smaller ones, except 0, are raised to it, as in vLLM
 logger = logging.getLogger("minivllm.sampling")
 
 _BIAS = Allowed(
@@ -388,16 +388,16 @@ class SamplingParams(CheckedParams):
         seed: gives the same random numbers in any batch; and the same tokens with a backend that is batch-invariant. With
             others rounding may tip a close choice. Child i of n gets seed + i. -1 means None.
         stop, stop_token_ids, repetition_detection: texts, tokens and loops that end an answer.
-        include_stop_str_in_output, ignore_eos: whether the stop string is part of the text; whether to go on after the end token.
-        max_tokens, min_tokens: None for as many as fit; before the least, no end or stop token can be drawn.
+        include_stop_str_in_output, ignore_eos: whether the text includes the stop string; whether to go on after the end token.
+        max_tokens, min_tokens: bounds of the output. None: as many as fit. Before `min_tokens`, no end or stop token can be drawn.
         bad_words, allowed_token_ids, logit_bias: words that cannot be generated; the only tokens that can; {token id: bias}.
-        logprobs, prompt_logprobs: how many of the best tokens to report beside the chosen one; -1 all, True means 1.
+        logprobs, prompt_logprobs: how many of the best tokens to report besides the chosen one; -1 all, True means 1.
         logprobs_mode: raw or processed, logprobs or logits; None is the engine's.
         detokenize, skip_special_tokens, spaces_between_special_tokens: how token ids become text.
-        logits_processors, extra_args: own transforms `(logits, view) -> logits`; others by name, as `{"typical": 0.9}`.
+        logits_processors, extra_args: transforms `(logits, view) -> logits`; further ones by name, as `{"typical": 0.9}`.
         truncate_prompt_tokens: keep only this many tokens of the prompt, the last ones; -1 as many as fit.
         output_kind, structured_outputs: what each RequestOutput carries; what the output must look like.
-        bad_words_token_ids, eos_token_id, all_stop_token_ids: set from tokenizer and model; `min_tokens` forbids the last.
+        bad_words_token_ids, eos_token_id, all_stop_token_ids: set from tokenizer and model; `min_tokens` forbids those of the last one.
     """
 
     n: int = 1
@@ -530,7 +530,7 @@ class SamplingParams(CheckedParams):
 
     @classmethod
     def from_optional(cls, **given: Any) -> Self:
-        """Like the constructor, but None means the default (but for max_tokens), and logit_bias may have string keys."""
+        """Like the constructor, but None means the default (except for max_tokens), and logit_bias may have string keys."""
         reject_unknown(cls.__name__, given, list(ALLOWED))
         bias = given.get("logit_bias")
         if isinstance(bias, dict):

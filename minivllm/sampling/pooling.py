@@ -25,7 +25,7 @@ TASKS = ("embed", "token_embed", "classify", "token_classify", "score")
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams(CheckedParams):
-    """What is wanted of a prompt, and how its hidden states become it; vLLM's names. None: as the model was trained.
+    """Which result a request wants, and how it is made of the prompt's hidden states; vLLM's names. None: as the model was trained.
 
     Attributes:
         task: a name in `TASKS`; None for the model's usual one.
@@ -59,7 +59,7 @@ class PoolingParams(CheckedParams):
 
     @property
     def reads_prefix(self) -> bool:
-        """Whether a cached prefix will do: nothing is wanted of its hidden states."""
+        """Whether a cached prefix may be used: the result does not need its hidden states."""
         return self.pooling_type == "last" and not str(self.task).startswith("token_")
 
     @property
@@ -68,10 +68,10 @@ class PoolingParams(CheckedParams):
         return self.task in ("embed", "token_embed")
 
     def resolved(self, facts: PoolingFacts, hidden_size: int | None) -> "PoolingParams":
-        """These parameters with the model's own in the place of None, checked against it.
+        """A copy with the model's own values in the place of None, checked against the model.
 
         Args:
-            facts: of the model.
+            facts: the model's.
             hidden_size: None if it is not known.
 
         Raises:

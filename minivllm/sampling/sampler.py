@@ -47,7 +47,7 @@ Accept = Callable[[Tensor, Tensor], Tensor]
 class Sampler:
     """Chooses one token per row.
 
-    stages: the list of transforms, `standard_stages()` by default. transforms: an engine's own, put into their places
+    stages: the list of transforms, `standard_stages()` by default. transforms: those of the engine, put into their places
     in the list. logprobs_mode: for requests that do not say; "raw" is what the model said, "processed" what the draw saw.
     argmax: as `take_largest`, for greedy requests; a model's ops may have a faster one.
     """
@@ -78,7 +78,7 @@ class Sampler:
     def start(
         self, logits: Tensor, batch: SamplingBatch, observe: Observer | None = None, accept: Accept | None = None
     ) -> "PendingSample":
-        """The same, but do not wait for a GPU: the tokens are there already, the host asks for them with `finish`.
+        """The same without waiting for a GPU: the tokens stay on the device until the host asks for them with `finish`.
 
         accept(logits, token_ids): the tokens [R] to take instead, after the transforms and before logprobs are reported.
         """
@@ -106,7 +106,7 @@ class Sampler:
         return wanted
 
     def takes_argmax(self, batch: SamplingBatch) -> bool:
-        """Whether every token is the argmax of the model's logits, and nothing more is wanted. Then whoever has it may hand it to `take`."""
+        """Whether every token is the argmax of the model's logits, and nothing more is wanted. Then a caller that has the argmax may pass it to `take`."""
         wanted = self._wanted(batch)
         return wanted.greedy and not (wanted.steps or wanted.modes or wanted.errors)
 
@@ -141,7 +141,7 @@ class Sampler:
         return logits
 
     def _draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """Draw a token for each row that is not greedy, and take the argmax of the others; and whether there is one."""
+        """Draw a token for each row that is not greedy, and take the argmax of the others. Also returns whether each row has a token."""
         greedy = batch.column("greedy")
         u = batch.uniforms()
         if not greedy.any():
@@ -208,12 +208,12 @@ def _apply_own(row: Tensor, transform: Transform, view: Any, errors: dict[str, s
 
 
 class _Wanted:
-    """What the requests of a batch want of a sampler: found once for a set of requests.
+    """What the requests of a batch need from a sampler: found once for a set of requests.
 
     Attributes:
         greedy: whether all rows take the argmax.
-        counts, modes: of the rows that want reports: how many tokens, and of what.
-        steps: (stage, its data or None, own transforms behind it with their rows) of the stages that have something to do.
+        counts, modes: for rows that want reports: how many tokens to report, and the `logprobs_mode`.
+        steps: (stage, its data or None, own transforms after it with their rows) of the stages that have something to do.
         errors: of requests whose own transforms cannot be made, or have no place among the stages.
     """
 
@@ -252,7 +252,7 @@ class _Wanted:
     def report(
         self, raw: tuple[list[int], Tensor] | None, processed: tuple[list[int], Tensor] | None, token_ids: Tensor
     ) -> list[tuple[list[int], PendingLogprobs]]:
-        """Rows that want reports, and these."""
+        """Rows that want reports, and the reports."""
         out = []
         for kept in (raw, processed):
             if kept is None:
@@ -276,11 +276,11 @@ class PendingSample:
     """Tokens that are chosen, or will be when the GPU comes to it.
 
     Attributes:
-        request_ids: of the rows.
+        request_ids: the request of each row.
         token_ids: int64 [R], on the device, -1 where none can be drawn.
-        reports: rows that want log-probabilities, and these.
+        reports: rows that want log-probabilities, and the log-probabilities.
         errors: by request id.
-        copy: of the tokens to the host, not yet complete; None if they are there.
+        copy: the pending copy of the tokens to the host; None if they are there.
     """
 
     request_ids: Sequence[str]
@@ -290,7 +290,7 @@ class PendingSample:
     copy: HostCopy | None = None
 
     def finish(self) -> SamplerOutput:
-        """Wait for the tokens. From a GPU they, and reports, are all that is waited for."""
+        """Wait for the tokens and the reports, and for nothing else that a GPU does."""
         errors, ids = self.errors, self.request_ids
         token_ids = self.token_ids if self.copy is None else self.copy.wait()
         if int(token_ids.min()) < 0:

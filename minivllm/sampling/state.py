@@ -161,8 +161,8 @@ class SamplingState:
     ) -> None:
         """Give a request a row. After a preemption it is added again, with the output it had.
 
-        seed: used when `params.seed` is None, and needed then. matcher: of the compiled grammar, needed with structured outputs; it
-        is moved on by the output tokens here. ValueError when something is missing or the request cannot be added.
+        seed: used when `params.seed` is None, and needed then. matcher: that of the compiled grammar, needed with structured outputs; this
+        call moves it past the output tokens. ValueError when something is missing or the request cannot be added.
         """
         self._check(request_id, params, seed, matcher)
         row = self._free.pop()
@@ -200,7 +200,7 @@ class SamplingState:
         self.arrive(view, token_id)
 
     def arrive(self, view: RequestView, token_id: int) -> None:
-        """Name a token that was expected (`SamplingBatch.expect`)."""
+        """Fill in a token that was expected (`SamplingBatch.expect`)."""
         view.output_token_ids.append(token_id)
         if self.columns["penalised"][view.row]:
             self.counts.append(view.row, token_id)
@@ -244,7 +244,7 @@ class SamplingBatch:
     Attributes:
         requests: a RequestView per row.
         looks_back: whether a choice depends on which tokens the outputs hold: penalties, bad words, grammars, own transforms.
-        prepared: what each sampler and stage made of the params, a cache that lives as long as the set of requests.
+        prepared: a cache of what each sampler and stage derived from the params; it lives as long as the set of requests.
     """
 
     state: SamplingState

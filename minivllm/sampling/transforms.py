@@ -38,7 +38,7 @@ def tiles(logits: Tensor) -> Iterator[slice]:
 
 
 class Entries(NamedTuple):
-    """Some places of the logits: rows [N] int64 and token ids [N] int64, with a value each, [N] float32 (or none)."""
+    """Some places of the logits: rows [N] int64 and token ids [N] int64, and one value each, [N] float32 (or none)."""
 
     rows: Tensor
     ids: Tensor
@@ -59,7 +59,7 @@ def forbid(logits: Tensor, at: Entries) -> Tensor:
 
 
 def allow_only(logits: Tensor, at: Entries) -> Tensor:
-    """Minus infinity everywhere in the rows of the entries, but at the entries."""
+    """Minus infinity everywhere in the rows of the entries, except at the entries."""
     kept = logits[at.rows, at.ids]
     logits[at.rows.unique()] = NEVER
     logits[at.rows, at.ids] = kept
@@ -468,7 +468,7 @@ def with_transforms(stages: Sequence[Stage], transforms: Sequence[Transform]) ->
     """The stages with an engine's own transforms put in their places, in the given order.
 
     Raises:
-        TypeError: a transform of a single row. ValueError: one that wants a place that is not there.
+        TypeError: a transform of a single row. ValueError: a transform wants to follow a stage that does not exist.
     """
     out = list(stages)
     for transform in transforms:
