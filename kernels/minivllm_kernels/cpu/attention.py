@@ -80,8 +80,8 @@ def make_online_softmax(s: CPUAttentionShape) -> Any:
 
     @jit
     def online_softmax(scores, at, weights, to, result, row, first, last, scale, cap, begin, end):
-        """One step of the online softmax: scores become weights, and the row's result is rescaled to the new maximum. `scale`: on scores from AMX, which
-        takes queries as they are."""
+        """One step of the online softmax: scores become weights, and the row's result is rescaled to the new maximum. `scale`: factor on the scores with
+        AMX, which takes queries as they are."""
         m_old = load(result, row + MAX, L)
         inside = first <= begin * L and last >= end * L
         m_new = m_old
@@ -119,7 +119,7 @@ def zipped(s: CPUAttentionShape) -> bool:
 
 
 def dimensions_at_once(s: CPUAttentionShape, rows: int) -> int:
-    """Vectors of a value that a row block's sums have registers for."""
+    """How many vectors of a value are summed at once: as many as the registers hold for all `rows`."""
     budget, step = (24, 12)[s.registers < 32], 1 + zipped(s)
     fitting = [n for n in range(step, s.head_dim // s.lanes + 1, step) if s.head_dim // s.lanes % n == 0]
     return max([n for n in fitting if rows * n <= budget], default=step)
@@ -191,13 +191,13 @@ def make_ends(s: CPUAttentionShape) -> tuple[Any, Any]:
 
     @jit
     def factor(args, which):
-        """On what is read from the cache: keys (0) or values (1)."""
+        """The factor on the numbers of an fp8 cache: of keys (0) or values (1); 1 for other caches."""
         return floats_at(args[planning.KV_FACTORS], 32)[which] if EIGHT else ONE
 
     @jit
     def take_queries(args, mine, it, h, row_block, first, last):
-        """Query rows, scaled already or left as they are for the tile unit, and the keys that each sees. Gives the number of rows, and
-        with the repeated ones."""
+        """Copy an item's query rows, scaled unless the tile unit takes them, and note the range of keys that each sees. Returns the
+        number of rows, without and with the repeated ones."""
         items, q = ints_at(args[planning.ITEMS], 32), floats_at(args[planning.Q], BITS)
         queries = floats_at(mine + QUERIES, QUERY_BITS)
         scale = splat(floats_at(args[planning.FACTORS], 32)[0] * factor(args, 0) if SCALED else ONE, L)
@@ -286,8 +286,9 @@ def make_split(s: CPUAttentionShape, row_blocks: tuple[int, int]) -> Any:
 
     @jit
     def do_split(args, mine, it, h, split, after, first, last):
-        """Add what the rows of an item see of one split to the results in this thread's memory, which begins at `mine`. `after`: the item
-        that comes next if this split is the last one, to prefetch_part for its keys early, or -1."""
+        """Add the attention of an item's rows over one split to the results in this thread's memory, which begins at `mine`.
+
+        after: if this split is the item's last, the thread's next item, whose first tile is prefetched; else -1."""
         queries, scores = floats_at(mine + QUERIES, 32), floats_at(mine + SCORES, 32)
         result, columns = floats_at(mine + RESULT, 32), ints_at(mine + COLUMNS, 64)
         items, cache = ints_at(args[planning.ITEMS], 32), floats_at(args[planning.CACHE], BITS)
@@ -347,7 +348,7 @@ def make_parts(s: CPUAttentionShape) -> tuple[Any, Any]:
 
     @jit
     def fold_parts(args, it, h, whole, rows):
-        """True if this was the last part; then `whole` holds the folded splits."""
+        """Count a finished part. True if it was the last: then `whole` holds all splits, folded in order."""
         items, counters = ints_at(args[planning.ITEMS], 32), ints_at(args[planning.COUNTERS], 64)
         mine = items[it + planning.COUNTER] * args[planning.HEADS] + h
         if claim(counters, mine, 1) < items[it + planning.PARTS] - 1:
@@ -369,7 +370,7 @@ def make_item(plan: CPUAttentionShape, s: CPUAttentionShape, do_split: Any, row_
 
     @jit
     def do_item(args, mine, item, more):
-        """`more`: whether this thread has the next one too."""
+        """Compute one work item. `more`: the next item is this thread's as well, so its first tile is prefetched."""
         result, whole = floats_at(mine + RESULT, 32), floats_at(mine + WHOLE, 32)
         items = ints_at(args[planning.ITEMS], 32)
         first, last = ints_at(mine + FIRST_KEY, 64), ints_at(mine + LAST_KEY, 64)

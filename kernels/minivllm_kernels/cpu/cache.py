@@ -49,7 +49,7 @@ jit = njit(error_model="numpy")
 def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -> Callable[[Any], None]:
     """Body of the kernel that stores keys and values of `bits` in a cache of `kv_bits`. Negative slots are left out.
 
-    Keys of `lanes` tokens that fill places side by side are transposed in registers, those of others go number by number.
+    Keys of `lanes` tokens in neighbouring slots are transposed in registers; other keys are written number by number.
     """
     NUMBERS, RUN, FP8, SCALED = head_dim * block_size, lanes if bits == kv_bits else 1, kv_bits == 8, kv_bits == INT8
     part, (ZERO, ONE, LEAST, MOST) = NUMBERS + 4 * block_size * SCALED, np.array([0, 1, 1e-30, 127], np.float32)
@@ -84,7 +84,8 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
 
     @jit
     def take_scale(scales, to, x, source):
-        """Keep what a head's whole numbers are multiplied by, NaN if one of them is; gives what makes the largest of them 127."""
+        """Store the scale of a head's int8 numbers, NaN if one of the inputs is not finite; returns its inverse, by which the largest
+        input becomes 127."""
         peak, wrong = splat(LEAST, lanes), splat(ZERO, lanes)
         for d in range(0, head_dim, lanes):
             part = load(x, source + d, lanes)

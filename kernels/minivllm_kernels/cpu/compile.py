@@ -108,7 +108,7 @@ def to_llvm(body: Callable[[Any], None]) -> tuple[str, str]:
 
 
 def only(module: Any, entry: str, machine: Any) -> Any:
-    """Drop from an LLVM module all that `entry` does not call; ValueError if it calls what is not in the module."""
+    """Drop from an LLVM module everything that `entry` does not call. Raises ValueError if it calls a function outside the module."""
     for function in module.functions:
         if not function.is_declaration and function.name != entry:
             function.linkage = llvm.Linkage.internal
@@ -153,14 +153,14 @@ LIBC = ("memset", "memcpy", "memmove")
 
 @functools.cache
 def _know_libc() -> None:
-    """Tell LLVM where the C library is. One name that it does not find, and it fills in none of them."""
+    """Tell LLVM where the functions of the C library are: if it misses one name, it resolves none."""
     libc = ctypes.CDLL("msvcrt" if os.name == "nt" else None)
     for name in LIBC:
         llvm.add_symbol(name, ctypes.cast(getattr(libc, name), ctypes.c_void_p).value)
 
 
 def load_object(data: bytes, symbol: str) -> tuple[int, Any]:
-    """(address of `symbol`, what must stay alive)."""
+    """Put an object into executable memory: (address of `symbol`, the engine, which must stay alive as long as the code is used)."""
     _know_libc()
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine_for(*host_machine()))
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
@@ -210,7 +210,7 @@ def _source(module: str) -> bytes:
 
 @functools.cache
 def _sources() -> bytes:
-    """All that a kernel may be made of: kernels share functions, and the places of their arguments stand in other modules."""
+    """The source of every CPU kernel module: kernels share functions, and other modules define the places of their arguments."""
     return b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py")))
 
 
@@ -222,7 +222,7 @@ def _numba_version() -> str:
 
 
 def cache_key(builder: str, params: Sequence[int]) -> str:
-    """Changes whenever the machine code may."""
+    """A hash of all that the machine code depends on: builder, parameters, sources, compiler versions, CPU."""
     parts = [builder, repr(tuple(params)), _numba_version(), llvmlite.__version__, *host_machine()]
     return hashlib.sha256("\n".join(parts).encode() + _sources() + _source(builder.partition(":")[0])).hexdigest()[:24]
 
@@ -262,7 +262,7 @@ def kernel(builder: str, *params: int) -> Kernel:
 
     Args:
         builder: `"module:function"`; the function takes `params` and returns the kernel's body.
-        params: what the kernel is built for.
+        params: sizes and formats that the kernel is built for.
     """
     start = time.perf_counter()
     module, _, function = builder.partition(":")
@@ -309,7 +309,7 @@ def _numba_threads() -> Any:
 
 
 def launch(kernel: Kernel, where: int, threads: int, pool: str = "auto") -> None:
-    """Enter a kernel, whose arguments lie at address `where`, on `threads` threads, and wait. Otherwise as `run`."""
+    """Run a kernel whose arguments lie at address `where`, on `threads` threads, and wait. See `run`."""
     if pool == "auto":
         pool = "caller" if threads == 1 else "openmp" if openmp() else "numba"
     if pool == "openmp":
@@ -330,7 +330,7 @@ def run(kernel: Kernel, args: "array[int]", threads: int, pool: str = "auto") ->
 
     Args:
         args: from `pack`; its counters are reset here, so one thread at a time may use it.
-        threads: how many enter; as many as torch uses (`torch.get_num_threads()`), so that its pool is kept.
+        threads: how many enter the kernel. Pass `torch.get_num_threads()`: another number makes OpenMP change the size of torch's pool.
         pool: `auto`, or by name `openmp` (torch's threads), `numba` (numba's own) or `caller` (one thread, this one).
     """
     args[NEXT] = args[ENTERED] = 0

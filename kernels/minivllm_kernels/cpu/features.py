@@ -13,14 +13,14 @@ VARIABLE = "MINIVLLM_CPU_FEATURES"
 
 @dataclass(frozen=True)
 class Level:
-    """A kind of x86-64 CPU: what LLVM, oneDNN and ATen call it.
+    """A kind of x86-64 CPU: its names in LLVM, oneDNN and ATen.
 
     Attributes:
         llvm_cpu: LLVM's name of a CPU with exactly these features.
         llvm_features: the features that LLVM must see on the host, as in `+avx2,+fma`.
         onednn: value of ONEDNN_MAX_CPU_ISA.
         aten: value of ATEN_CPU_CAPABILITY.
-        bf16: multiplies bfloat16 by itself.
+        bf16: has instructions that multiply bfloat16.
     """
 
     llvm_cpu: str
@@ -41,7 +41,7 @@ LEVELS = {
 
 
 def chosen_level() -> Level | None:
-    """The level that MINIVLLM_CPU_FEATURES names; None where it is not set: all that the CPU has.
+    """The level that MINIVLLM_CPU_FEATURES names; None if it is not set: then all features of the CPU are used.
 
     Raises:
         ValueError: the name is not one of `LEVELS`.

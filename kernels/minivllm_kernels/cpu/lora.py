@@ -110,7 +110,7 @@ def expand(w_bits: int, out_bits: int, lanes: int) -> Callable[[Any], None]:
 
     @jit
     def some(args, h, b, out, j, count, first, w, n):
-        """One vector of outputs, of `count` rows of one adapter."""
+        """Add to one vector of outputs, for `count` rows of one adapter."""
         order, outputs, width = ints_at(args[ORDER], 64), args[EXPAND_OUTPUTS], args[PARTS] * args[RANK]
         for i in range(count):
             total = splat(np.float32(0), L)
@@ -120,7 +120,7 @@ def expand(w_bits: int, out_bits: int, lanes: int) -> Callable[[Any], None]:
 
     @jit
     def four(args, h, b, out, j, first, w, n):
-        """Four vectors of outputs, of four rows of one adapter, which is read once for them."""
+        """Add to four vectors of outputs, for four rows of one adapter: its weights are read once for all of them."""
         order, outputs, width = ints_at(args[ORDER], 64), args[EXPAND_OUTPUTS], args[PARTS] * args[RANK]
         t = tile_zeros(16, L)
         for r in range(ints_at(args[RANK_OF], 64)[first]):
@@ -235,7 +235,7 @@ def tiles_zero(b, count: Const):
 
 @jit
 def even_step(order, j, end):
-    """How far the rows j to end of `order` lie apart, if all are as far from their neighbours; else 0."""
+    """The distance between neighbouring rows from j to end of `order`, if it is the same for all; else 0."""
     step = order[j + 1] - order[j] if end - j > 1 else 1
     for i in range(j + 1, end):
         if order[i] - order[i - 1] != step:
@@ -246,7 +246,7 @@ def even_step(order, j, end):
 @jit
 def tile_shrink(args, rows, h, sums, j, end, slot, fresh):
     """h [rows of the group, parts * rank] = x A^T, for the ranks that the adapter has. All but the sums are bf16; `rows`, `h`, `sums`: addresses.
-    fresh: this thread has not read the adapter just before."""
+    fresh: the thread's previous item had another adapter, so this one is prefetched."""
     order, ranks, inputs = ints_at(args[ORDER], 64), ints_at(args[RANK_OF], 64), args[TILE_INPUTS]
     result, done = floats_at(h, 16), floats_at(sums, 32)
     width, room, step = args[PARTS] * args[RANK], args[RANK], even_step(order, j, end)
@@ -282,7 +282,7 @@ def tile_lora(out_bits: int) -> Callable[[Any], None]:
     def make(count: int) -> Any:
         @jit
         def some(args, out, sums, j, end, h, b, n, rank, fresh):
-            """`count` tiles of outputs from n on, of the rows of one group. What h has beyond the rank was not written."""
+            """Compute `count` tiles of outputs from n on, for the rows of one group. h is not written beyond the rank, so it is not read there."""
             order, outputs, room = ints_at(args[ORDER], 64), args[TILE_OUTPUTS], args[RANK]
             tiles_zero(count)
             for r in range(0, rank, L):

@@ -161,8 +161,8 @@ def plan_items(
     Args:
         query_start_loc: [B + 1], where each request's query tokens begin in the step.
         seq_lens: [B], tokens of each request after the step.
-        first_key: from positions to the first position that is seen from there.
-        threads: how many there are to keep busy.
+        first_key: function from query positions to the first key position that each sees.
+        threads: threads to keep busy.
 
     Returns:
         int32 [items, FIELDS], the costly ones first, and how many splits the workspace must hold for each head.

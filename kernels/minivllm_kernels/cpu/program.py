@@ -156,7 +156,7 @@ class Program:
         scratch: memory to share with other programs that never run at the same time.
 
     Attributes:
-        kernels: in order.
+        kernels: the recorded kernels, in order.
         args: int64 [kernels, WIDTH], their arguments, after `finalize`. A caller may change them between two launches.
     """
 

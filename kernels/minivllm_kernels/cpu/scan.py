@@ -48,7 +48,7 @@ compiled = functools.partial(njit, error_model="numpy")
 
 @compiled()
 def ask_for_nothing(args, part, source):
-    """Leave it to the processor to fetch a part of a state."""
+    """Prefetch nothing: the processor fetches a part of a state by itself."""
 
 
 def through_sequences(step: Callable, ask: Callable = ask_for_nothing) -> Callable[[Any], None]:

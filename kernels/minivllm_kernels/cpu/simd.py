@@ -205,7 +205,7 @@ def _argument(context: Any, builder: Any, kind: Any, ty: Any, value: Any) -> Any
 def primitive(result: Any) -> Callable[[Callable], Any]:
     """Decorator: a function of kernels, from one that appends its instructions to a builder, its first parameter.
 
-    The annotations of the others say what they get: `Array`; `Int`, `Float` and `Vec`, which are values of LLVM; `Tile`, a
+    The annotations of the other parameters say what they take: `Array`; `Int`, `Float` and `Vec`, which are values of LLVM; `Tile`, a
     list of vectors; `Const`, a Python int, which a kernel must know when it is compiled.
 
     Args:

@@ -88,7 +88,7 @@ def make_block(s: CPUAttentionShape, count: int) -> Any:
 
 
 def make_split_by_tiles(s: CPUAttentionShape) -> Any:
-    """As `attention.make_split`, by AMX."""
+    """`attention.make_split` with AMX: a function that computes one split."""
     D, BS, STATE, T, SPLIT, G, PART = s.head_dim, s.block_size, s.state, s.tile, s.split, s.group, s.part
     ROWS, BITS = s.max_row_block, s.kv_bits
     QUERIES, RESULT, SCORES, KEYS, VALUES, WEIGHTS = (

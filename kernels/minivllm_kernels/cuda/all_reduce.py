@@ -56,7 +56,7 @@ class PeerMemory:
     Args:
         rank: this one's number.
         size: bytes.
-        exchange: gives every rank's handle, in the order of ranks, for this rank's. All ranks must call it.
+        exchange: takes this rank's handle and returns every rank's, in the order of ranks. All ranks must call it.
 
     Attributes:
         addresses: of the buffers, as this process sees them.

@@ -27,8 +27,8 @@ RESHAPE_SIGNATURE = " ".join(
 
 @functools.cache
 def reshape_and_cache(block_size: int, threads: int = 128, to_fp8: str | None = None) -> CudaKernel:
-    """Scatter the rows of k and v to their slots. Grid (tokens, 1). to_fp8: dtype of k and v, for a cache of e4m3;
-    None for a cache of their own dtype, whatever it is."""
+    """Scatter the rows of k and v to their slots. Grid (tokens, 1). to_fp8: the dtype of k and v if the
+    cache is e4m3; None if the cache has their dtype."""
     BS = block_size
     EACH = 4 if to_fp8 is None else 8  # words that become 16 bytes of the cache
     NARROWER = EACH // 4

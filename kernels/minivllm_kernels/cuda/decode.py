@@ -164,7 +164,7 @@ def merge_partials(shape: AttentionShape, warps: int) -> Any:
 def block_finish(shape: AttentionShape, parts: int, streams: int, warps: int, stats: int, pitch: int) -> Any:
     """A device function for the end of a block: merge its streams; the last block of a cut sequence merges all partials.
 
-    arrived: shared memory for it, an int32.
+    arrived: an int32 in shared memory, for the number of blocks that arrived before.
     """
     G, PARTS = shape.group, parts
     merge_block = merge_streams(shape, parts, streams, warps * 32, stats, pitch)
@@ -195,8 +195,8 @@ class CacheFormat:
     """How K and V lie in the cache, and how they become operands of an mma.
 
     Attributes:
-        words: how many hold 8 numbers in the cache.
-        scaled: each token and head has a scale, which scores and weights are multiplied by.
+        words: 32-bit words that hold 8 numbers in the cache.
+        scaled: each token and head has a scale. Scores and weights are multiplied by it.
         fetch: device function (cache, at): loads these words.
         operands: device function (words, i): the 8 numbers from words[i] on, as four words of two 16-bit floats.
         query: device function (word of q): the same as an operand.
@@ -281,7 +281,7 @@ def scale_places(shape: AttentionShape) -> Any:
 def fragment_loaders(shape: AttentionShape) -> tuple[Any, Any, Any]:
     """Device functions find_blocks, load_k and load_v: from the block table and the cache to a lane's registers.
 
-    A tile is 16 tokens from `tile` on. `last` is the last token of the work item: it stands in for what is behind it.
+    A tile is 16 tokens from `tile` on. `last` is the last token of the work item: it replaces the tokens after it.
     """
     D, (KJ, VH) = shape.head_dim, loads_of_row(shape)
     SHIFT, MASK = shape.block_size.bit_length() - 1, shape.block_size - 1  # token -> block, token -> offset
@@ -346,7 +346,7 @@ def fragment_loaders(shape: AttentionShape) -> tuple[Any, Any, Any]:
 
 
 def tile_prefetcher(shape: AttentionShape) -> Any:
-    """A device function: let a warp bring a tile's K and V into L2. `blocks` and the rest as of `fragment_loaders`."""
+    """A device function: let a warp bring a tile's K and V into L2. `blocks` and the other arguments: see `fragment_loaders`."""
     MASK = shape.block_size - 1
     ROW = shape.head_dim * (1 if shape.fp8_kv or shape.int8_kv else 2) // 4  # words
     LINES = -(-ROW // 32)
@@ -428,7 +428,7 @@ def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any, Any]:
 
 @device
 def over_tokens_max(x0, x1):
-    """Maxima over the lanes that hold other tokens of the same two heads."""
+    """The maxima of this lane's two heads, over all lanes that hold tokens of them."""
     for step in range(3):
         x0 = fmax(x0, shfl_xor(x0, 4 << step))
         x1 = fmax(x1, shfl_xor(x1, 4 << step))
@@ -437,7 +437,7 @@ def over_tokens_max(x0, x1):
 
 @device
 def over_tokens_sum(x0, x1):
-    """Sums over the lanes that hold other tokens of the same two heads."""
+    """The sums of this lane's two heads, over all lanes that hold tokens of them."""
     for step in range(3):
         x0 += shfl_xor(x0, 4 << step)
         x1 += shfl_xor(x1, 4 << step)
@@ -492,7 +492,7 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     PREFETCH, FLOOR = D <= 128, ~(15 if shape.block_size % TILE == 0 else 7)
     PITCH, STRIDE, THREADS = D + 4, warps * TILE, warps * 32
     W8, SO = warps * 8, warps * H * PITCH
-    # warps of a multiprocessor: its registers hold no more
+    # warps per multiprocessor: its registers hold no more
     RESIDENT = (16 if format.words == 2 else 12) if PREFETCH else 8
     find_blocks, load_k, load_v = fragment_loaders(shape)
     load_q_fragments, qk, pv = tile_matmuls(shape)

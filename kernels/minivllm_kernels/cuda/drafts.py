@@ -24,7 +24,7 @@ def place_tokens(block_size: int) -> CudaKernel:
     """Give drafted tokens their ids, positions, slots and ends of attention. Grid (ceil(items / THREADS), 1).
 
     The host planned them for a request whose drafts are all accepted. The token at place p of its draft (0: its newest token) really
-    stands p behind the newest token that the row has.
+    is p positions after the newest token that the row has.
     """
     BS, T = block_size, THREADS
 
@@ -105,11 +105,11 @@ VERIFY_SIGNATURE = " ".join(
 
 @functools.cache
 def verify_drafts(lookup: tuple[int, int] | None) -> CudaKernel:
-    """Accept the guesses that the model chose, too, keep the tokens, and guess the next. Grid (requests, 1).
+    """Accept guesses as long as the model chose the same tokens, append what it chose, and guess the next tokens. Grid (requests, 1).
 
-    tokens: int64 [T], which the model chose. drafts: int64 [T], gets the guess that each was compared with, or `NOT_DRAFTED`.
+    tokens: int64 [T], the model's choice at each place. drafts: int64 [T], gets the guess that each was compared with, or `NOT_DRAFTED`.
     requests: int32 [B, 3]: the row, or -1 for none; the first of its tokens; how many guesses follow it. luck: int32 [rows, longest], for synthetic
-    acceptance: 1 at n if a guess behind n tokens is accepted. lookup: shortest and longest n-gram to guess by; None to repeat the newest
+    acceptance: 1 at n if a guess after n tokens is accepted. lookup: shortest and longest n-gram to guess by; None to repeat the newest
     token.
     """
     T = THREADS

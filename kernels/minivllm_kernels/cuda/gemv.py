@@ -25,7 +25,7 @@ def _sum_of(sums, base, stride, count):
 
 
 def _rounds(each: int, most: int) -> tuple[int, int]:
-    """As few rounds as can be for `each` pieces of a thread's weights, of at most `most`: (rounds, pieces of a round)."""
+    """The fewest rounds in which a thread reads `each` pieces of weights, at most `most` per round: (rounds, pieces per round)."""
     rounds = -(-each // most)
     return rounds, -(-each // rounds)
 
@@ -34,7 +34,7 @@ def _rounds(each: int, most: int) -> tuple[int, int]:
 def fma_gemv(dtype: str, features: int, split: int, gated: bool = False) -> CudaKernel:
     """out [1, N] = x [1, features] @ weight [N, features].T, for even N. `split` warps share 2 rows of the weight, or 4 if gated.
 
-    gated: the weight is [2 N, features], and out = silu(the first N) * the others, both rounded before as `silu_mul` finds them.
+    gated: the weight is [2 N, features], and out = silu(the first N) * the other N. Both are rounded first, as they are for `silu_mul`.
     Grid (ceil(N split / (2 FMA_WARPS)), 1).
     """
     if features % 8 or split not in (1, 2, 4):

@@ -100,7 +100,7 @@ OLDEST_NUMBA_CUDA = (0, 30)
 
 
 def compiler_missing() -> str | None:
-    """What kernels cannot be compiled without, in words; None if all is there."""
+    """What is missing to compile kernels, in words; None if nothing is."""
     install = 'pip install "numba-cuda>=0.30" "nvidia-nvvm==13.0.*"'
     if SIM:
         return "NUMBA_ENABLE_CUDASIM is set, so kernels run in the simulator only"

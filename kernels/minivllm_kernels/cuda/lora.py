@@ -20,7 +20,7 @@ SHRINK_SIGNATURE = "f32* u32* u32* i32* i32* i32 i32 i32"
 
 @functools.cache
 def lora_shrink(dtype: str, features: int) -> CudaKernel:
-    """h = x A^T: of each row in `work`, with the A of its slot. Grid (ceil(rows / ROWS), parts * room / RANKS).
+    """h = x A^T for each row in `work`, with the A of its slot. Grid (ceil(rows / ROWS), parts * room / RANKS).
 
     What lies beyond the rank of a row's adapter may not be written.
     """
@@ -88,7 +88,7 @@ EXPAND_SIGNATURE = "u32* f32* u32* i32* i32* i32* i32 i32 i32 i32"
 
 @functools.cache
 def lora_expand(dtype: str) -> CudaKernel:
-    """out += h B^T, in place: of each row in `work`, with the B of its slot. Ranks are multiples of 8.
+    """out += h B^T, in place, for each row in `work`, with the B of its slot. Ranks are multiples of 8.
 
     Grid (ceil(rows / ROWS), ceil(outputs / (8 EXPAND_THREADS))).
     """

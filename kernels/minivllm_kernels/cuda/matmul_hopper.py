@@ -47,7 +47,8 @@ THREADS = 160  # a warpgroup that computes, and a warp of which one thread copie
 class MatmulTile:
     """How a matmul is dealt out, and where things lie in shared memory.
 
-    width: rows of the weight that a block multiplies. split: blocks, a cluster, that share the features of those rows. stages: of the ring.
+    width: rows of the weight that a block multiplies. split: blocks of a cluster, which share the features of those rows. stages: length
+    of the ring.
     """
 
     width: int
@@ -57,7 +58,7 @@ class MatmulTile:
 
     @property
     def outputs(self) -> int:
-        """Outputs of a block: of a gated tile, each needs a row of the gate and one of up."""
+        """Outputs per block. In a gated tile each needs one row of the gate and one of up."""
         return self.width // 2 if self.gated else self.width
 
     @property
@@ -215,8 +216,8 @@ def finisher(dtype: str, tile: MatmulTile) -> tuple[Any, Any]:
 def wgmma_matmul(dtype: str, tile: MatmulTile) -> CudaKernel:
     """out [rows, N] = x [rows, features] @ weight.T for up to 64 rows and even N, gated or not as in `gemv.fma_gemv`. Sums are float32.
 
-    Each block of a cluster takes some of the steps, so there must be `tile.split` of them. It neither starts before the kernel before has ended, nor lets the
-    next one do so. Grid (tile.blocks(rows of the weight), 1).
+    Each block of a cluster takes some of the steps, so there must be `tile.split` of them. It starts when the previous
+    kernel has ended, and the next one starts when it has. Grid (tile.blocks(rows of the weight), 1).
     """
     S, STAGES, FULL, DONE = tile.split, tile.stages, tile.barriers_at, tile.sums_barrier_at
     OUTPUTS, ACC, LOG, WARP_BYTES = tile.outputs, tile.width // 2, S.bit_length() - 1, tile.width * 64

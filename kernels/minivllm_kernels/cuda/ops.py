@@ -144,8 +144,9 @@ def _address(x: Tensor | None) -> int:
 
 
 def check_cache(kv_cache: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
-    """Refuse what is not a contiguous cache [2, blocks, block_size, kv_heads, head_dim] with heads of whole 16 bytes,
-    and scales that are not above 0, or of a cache that has none. A cache of int8: see `minivllm.attention.backend.int8_parts`."""
+    """Refuse anything but a contiguous cache [2, blocks, block_size, kv_heads, head_dim] whose heads are multiples of 16 bytes.
+
+    Also refuse scales that are not above 0, and scales for a cache that has none. A cache of int8: see `minivllm.attention.backend.int8_parts`."""
     if kv_cache.dim() != 5 or kv_cache.shape[0] != 2 or not kv_cache.is_contiguous():
         raise ValueError(
             "kv_cache must be contiguous [2, blocks, block_size, kv_heads, head_dim], "
@@ -261,7 +262,7 @@ class AttentionPlan:
         scale, cap: as the kernels take them (see `score_factors`).
         table: int32 [sequences, blocks]. items, tiles: work of the two kernels, int32 [n, 8] (see `planning`);
             after the tiles of rung 4 comes a row of zeros to count in.
-        warps: a block of the decode kernel has. slots: partial results of decode.
+        warps: per block of the decode kernel. slots: partial results of decode.
     """
 
     shape: AttentionShape
@@ -516,7 +517,7 @@ def paged_attention(
 
 
 def _prefill_by_wgmma(kernel: CudaKernel, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, out: Tensor) -> None:
-    """Launch rung 4: one block a multiprocessor, which takes work items until there are none left."""
+    """Launch rung 4: one block per multiprocessor, which takes work items until none is left."""
     shape, heads, device = plan.shape, plan.kv_heads, kv_cache.device
     work = (len(plan.tiles) - 1) * heads
     maps = (
@@ -567,7 +568,7 @@ def takes_largest(x: Tensor) -> bool:
 
 
 def first_largest(x: Tensor) -> Tensor:
-    """int64 [R]: where the largest number of each row of x is, of equals the first; -1 if it is infinite, or one is NaN."""
+    """int64 [R]: the place of each row's largest number, the first of equals; -1 if that is infinite or the row has a NaN."""
     if not takes_largest(x):
         raise ValueError(
             f"x must be [R, n] of {', '.join(map(str, FLOATS))} in pieces of 16 bytes, not {x.dtype} {list(x.shape)}"
@@ -667,7 +668,7 @@ def gemv(x: Tensor, weight: Tensor, gated: bool = False, kind: str = "auto") -> 
 
 
 def check_packed(format: Format, words: Tensor, scales: Tensor, outputs: int) -> None:
-    """Refuse what is no weight [outputs, format.features] in `format`, padded to a multiple of 32 outputs."""
+    """Refuse arrays that do not hold a weight [outputs, format.features] in `format`, padded to a multiple of 32 outputs."""
     padded, bits = -(-outputs // 32) * 32, 4 if format.kind == "int4" else 8
     pairs = padded // 2 * (format.features // format.group) * format.scale_words
     for name, x, size in (("words", words, padded * format.features * bits // 32), ("scales", scales, pairs)):
@@ -696,7 +697,7 @@ def quantized_gemv(x: Tensor, format: Format, words: Tensor, scales: Tensor, out
 
 
 def dequantize(format: Format, words: Tensor, scales: Tensor, first: int, size: int) -> Tensor:
-    """[size, format.features]: the weights of output `first`, a multiple of 16, and those behind it. words, scales: see `quantized_gemv`."""
+    """[size, format.features]: the weights of the outputs from `first` on, a multiple of 16. words, scales: see `quantized_gemv`."""
     if first % 16 or size < 0 or (first + size) * format.features > words.numel() * (8 if format.kind == "int4" else 4):
         raise ValueError(f"the weight has no {size} outputs from output {first}, a multiple of 16")
     out = torch.empty(size, format.features, dtype=DTYPES[format.dtype], device=words.device)
@@ -804,8 +805,9 @@ def delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, cache: C
 
 
 def most_summed_bytes(ranks: int) -> int:
-    """The longest message for one shot. For two ranks the longest that was measured, where it still beats NCCL; for more, that divided
-    by `ranks - 1`: a guess from the bytes on a link.
+    """The longest message, in bytes, that one shot takes: for two ranks the longest that was measured, where it still beats NCCL.
+
+    For more ranks that is divided by `ranks - 1`: a guess from the bytes on a link.
     """
     return (8 << 20) // (ranks - 1)
 
@@ -824,12 +826,12 @@ def peers_unsupported(size: int, groups: int = 1) -> str | None:
 
 
 class PeerAllReduce:
-    """Adds up tensors of the ranks' GPUs by one kernel; see `all_reduce`. Every rank makes one, and calls it with the same shapes.
+    """Adds up tensors of the ranks' GPUs by one kernel; see `all_reduce`. Every rank makes one object and calls it with the same shapes.
 
     Args:
         rank, ranks: this one's number, and how many there are. The current device is this rank's.
         exchange: see `PeerMemory`.
-        most_bytes: of a tensor.
+        most_bytes: size of the largest tensor.
     """
 
     def __init__(

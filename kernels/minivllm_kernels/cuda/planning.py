@@ -31,7 +31,7 @@ class AttentionShape:
     dtype: of Q, K, V and the output, "bfloat16" or "float16". head_dim: elements of a head.
     group: query heads that share a KV head. block_size: tokens in a cache block.
     soft_cap: scores pass through `cap * tanh(score / cap)`. fp8_kv: K and V lie in the cache as e4m3, a byte each.
-    int8_kv: as int8, and behind a block's K, and V, what each token and head is multiplied by: float32 [KV heads, block_size].
+    int8_kv: they lie there as int8; after a block's K, and after its V, come their scales, float32 [KV heads, block_size].
     """
 
     dtype: str
@@ -77,7 +77,7 @@ FIELDS = 8  # int32 from one work item, or tile, to the next
 class DecodePlan:
     """Work items for single-token rows, heaviest first, and the launch that suits them.
 
-    items: int32 [n, 8], fields `WORK_...`. slots: partial results to make room for. warps: warps a block.
+    items: int32 [n, 8], fields `WORK_...`. slots: partial results to make room for. warps: warps per block.
     """
 
     items: np.ndarray
@@ -212,9 +212,9 @@ def plan_decode(
 
 @functools.cache
 def item_rungs(num_seqs: int, heads: int, multiprocessors: int = 132, max_warps: int = 8) -> tuple[int, ...]:
-    """Sizes to pad a list of work items to, ascending: what fills the card once at each width of `WAVES`, and one item a sequence.
+    """Sizes to pad a list of work items to, ascending: what fills the card once at each width of `WAVES`, and one item per sequence.
 
-    No `plan_decode` for up to `num_seqs` sequences, whatever their lengths, has more items than the last of them.
+    The largest is enough for any `plan_decode` of up to `num_seqs` sequences, whatever their lengths.
     """
     waves = WAVES if max_warps == 8 else WIDE_WAVES
     filled = {max(1, resident * multiprocessors // heads) for _, resident, _ in waves}

@@ -290,7 +290,7 @@ LARGEST_HELD = 4  # pieces of 16 bytes that a thread has under way
 
 
 def _unpacker(dtype: str) -> tuple[int, Any]:
-    """How many numbers a word holds, and a device function: the first of them, or another one, as float32."""
+    """(numbers in a word, device function that gives one of them as float32)."""
     if dtype == "float32":
 
         @device
@@ -310,7 +310,7 @@ def _unpacker(dtype: str) -> tuple[int, Any]:
 
 @functools.cache
 def first_largest(dtype: str) -> CudaKernel:
-    """out int64 [rows]: where the largest number of each row of x is, of equals the first; -1 if it is infinite, or one is NaN.
+    """out int64 [rows]: the place of each row's largest number, the first of equals; -1 if that is infinite or the row has a NaN.
 
     dtype: of x, "bfloat16", "float16" or "float32". A row is `pieces` times 16 bytes. Grid (rows, 1).
     """

@@ -69,7 +69,7 @@ def warp_rows(shape: AttentionShape) -> int:
 
 
 def best_warps(shape: AttentionShape) -> int:
-    """Warps a block of rung 3: what was fastest on an H100."""
+    """Warps per block of rung 3: what was fastest on an H100."""
     return 8 if 64 < shape.head_dim <= 128 else 4
 
 
@@ -79,7 +79,7 @@ def pitch_of(shape: AttentionShape) -> int:
 
 
 def tile_loaders(shape: AttentionShape, warps: int) -> tuple[Any, Any]:
-    """Device functions load_q and load_kv: from global to shared memory, 16 bytes a thread."""
+    """Device functions load_q and load_kv: from global to shared memory, 16 bytes per thread."""
     D, G = shape.head_dim, shape.group
     SHIFT, MASK = shape.block_size.bit_length() - 1, shape.block_size - 1
     PITCH, CHUNKS, W = pitch_of(shape), D // 8, D // 2  # 16-byte chunks of a row
@@ -118,7 +118,7 @@ def tile_loaders(shape: AttentionShape, warps: int) -> tuple[Any, Any]:
 
     @device
     def load_q(q, row0, first, queries, q_s, kvh, sa, tid):
-        """Start fetching the rows of the tile from row `first` on; the last query stands in for what is behind it."""
+        """Start fetching the rows of the tile from row `first` on; the last query replaces rows past the end."""
         column = tid % COLUMNS
         if column < CHUNKS:
             for i in range(Q_STEPS):
@@ -186,7 +186,7 @@ def tile_matmuls(shape: AttentionShape) -> tuple[Any, Any]:
 
     @device
     def pv(o, s, sa, v_at, step):
-        """O += P V for 16 keys; one call a step, so that every index into the registers is a constant."""
+        """O += P V for 16 keys. One call per step keeps every index into the registers a constant."""
         e = step * 8 * M
         n = 4 * M
         a0 = pack(s[e], s[e + 1])
@@ -263,7 +263,7 @@ def tile_softmax(shape: AttentionShape, warps: int) -> tuple[Any, Any, Any]:
 
     @device
     def store(out, o, total, row, t, row0, queries, o_s, kvh, v_scale):
-        """The output over the sum of its weights, of all rows that there are."""
+        """Write the output over the sum of its weights, for all existing rows."""
         for r in range(R):
             total[r] += shfl_xor(total[r], 1)
             total[r] += shfl_xor(total[r], 2)

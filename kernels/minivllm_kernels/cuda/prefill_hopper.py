@@ -1,4 +1,4 @@
-"""CUDA prefill attention for Hopper: wgmma fed by TMA, one persistent block a multiprocessor."""
+"""CUDA prefill attention for Hopper: wgmma fed by TMA, one persistent block per multiprocessor."""
 
 # Generated from nbs/numba_kernels/cuda/prefill_hopper.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -189,7 +189,7 @@ def take_next(tile: HopperTile) -> Any:
 def value_rows(tile: HopperTile) -> Any:
     """Device function: bring the last box of V row by row, and zeros for the tokens that the sequence does not have.
 
-    Their weights are zero, but what lies in a block behind a sequence may be NaN, and 0 * NaN is NaN.
+    Their weights are zero, but a block may hold NaN after the end of a sequence, and 0 * NaN is NaN.
     """
     BOX, PARTS, PART, SHIFT = tile.box, tile.parts, tile.kv_part, tile.box.bit_length() - 1
     MASK = tile.shape.block_size // BOX - 1  # of a box's number in its block
@@ -351,7 +351,7 @@ def row_functions(tile: HopperTile) -> tuple[Any, ...]:
 
     @device
     def mask_after(s, start, position):
-        """Scores of keys behind a row's position become NEG. start: the lane's first key."""
+        """Scores of keys after a row's position become NEG. start: the lane's first key."""
         for r in range(2):
             most = i32(position[r] - start)
             for j in range(KEY_TILES):
@@ -396,7 +396,7 @@ def row_functions(tile: HopperTile) -> tuple[Any, ...]:
 
     @device
     def store(out, o, total, r0, first, t, row0, queries, o_s, kvh):
-        """The output over the sum of its weights, of all rows that there are."""
+        """Write the output over the sum of its weights, for all existing rows."""
         for r in range(2):
             total[r] += shfl_xor(total[r], 1)
             total[r] += shfl_xor(total[r], 2)

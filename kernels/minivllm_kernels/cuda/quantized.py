@@ -66,27 +66,27 @@ class Format:
 
     @property
     def step(self) -> int:
-        """Inputs of 16 outputs that a warp reads at once, 16 bytes a lane."""
+        """Inputs of 16 outputs that a warp reads at once, 16 bytes per lane."""
         return 64 if self.kind == "int4" else 32
 
     @property
     def steps(self) -> int:
-        """Of all inputs."""
+        """Steps in all inputs."""
         return self.features // self.step
 
     @property
     def groups(self) -> int:
-        """Scales of an output."""
+        """Groups of inputs: an output has a scale for each."""
         return self.features // self.group
 
     @property
     def scale_words(self) -> int:
-        """Words of the scales, and zero points, of two outputs."""
+        """32-bit words that hold the scales, and zero points, of two outputs for one group."""
         return 2 if self.zeros or self.scale == "float32" else 1
 
     @property
     def name(self) -> str:
-        """For the names of kernels."""
+        """A short name, part of the names of kernels."""
         zeros = "_zeros" if self.zeros else ""
         return f"{self.kind}_{self.dtype}_k{self.features}_g{self.group}_{self.scale}{zeros}"
 
@@ -210,10 +210,10 @@ def decoder(format: Format) -> tuple[Any, Any, Any]:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a matmul is dealt out.
+    """How a matmul is divided among blocks and warps.
 
-    tiles: of 16 outputs, of a block. warps: of a block; they share the inputs. depth: steps of a warp's ring, a power of two, all but one of which
-    are under way. blocks: of a multiprocessor, which its registers must be enough for.
+    tiles: tiles of 16 outputs per block. warps: warps per block, which share the inputs. depth: steps in a warp's ring, a power of two; all
+    but one are being copied. blocks: blocks per multiprocessor; its registers must be enough for them.
     """
 
     tiles: int
@@ -251,7 +251,7 @@ class Plan:
 
     @property
     def fold(self) -> int:
-        """Inputs after which sums are scaled."""
+        """Inputs after which the sums are scaled."""
         return min(self.format.group, self.unit * self.format.step)
 
     @property
@@ -261,38 +261,38 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        """Of eight rows."""
+        """Blocks of eight rows."""
         return self.rows // 8
 
     @property
     def weight_bytes(self) -> int:
-        """Of a unit's weights in a warp's ring."""
+        """Bytes of a unit's weights in a warp's ring."""
         return self.unit * self.tiling.tiles * 512
 
     @property
     def slot_bytes(self) -> int:
-        """Of a unit in a warp's ring: weights, then scales, a lane's own copy for each."""
+        """Bytes of a unit in a warp's ring: weights, then scales, of which each lane has a copy."""
         scales = self.tiling.tiles * self.scales * self.format.scale_words * 128 if self.format.groups > 1 else 0
         return self.weight_bytes + scales
 
     @property
     def sum_bytes(self) -> int:
-        """Of the warps' sums."""
+        """Bytes of the warps' sums."""
         return self.tiling.warps * self.tiling.tiles * self.blocks * 8 * COLUMN * 4
 
     @property
     def ring_bytes(self) -> int:
-        """Of the warps' rings."""
+        """Bytes of the warps' rings."""
         return self.tiling.warps * self.tiling.depth // self.unit * self.slot_bytes
 
     @property
     def buffers(self) -> int:
-        """Of sums: with two one barrier for a tile is enough."""
+        """Buffers of sums. With two, one barrier per tile is enough."""
         return 2 if self.ring_bytes + 2 * self.sum_bytes <= 99 << 10 else 1
 
     @property
     def shared_bytes(self) -> int:
-        """Of a block."""
+        """Bytes of shared memory per block."""
         return self.ring_bytes + self.buffers * self.sum_bytes
 
 
@@ -348,7 +348,7 @@ _STORES = "".join(f" st.shared.f32 [a+{4 * at}], ${2 + i};" for i, at in enumera
 
 @instruction(f"{{ .reg .b32 a; add.s32 a, $0, $1; {_STORES} }}", "", "u32 i32 f32 f32 f32 f32", effect=True)
 def _store_sums(base, offset, a, b, c, d):
-    """What a lane has of the sums of 16 outputs and 8 rows, row by row."""
+    """Store a lane's part of the sums of 16 outputs and 8 rows, row by row."""
     for at, value in zip(_PLACES, (a, b, c, d)):
         base[int(offset) // 4 + at] = np.float32(value).view(np.uint32)
 
@@ -365,7 +365,7 @@ def wait_but(groups: int) -> Any:
 
 
 def _copies(plan: Plan) -> tuple[Any, list[Any], Any]:
-    """Device functions: where a lane's part of a unit lies; start copying step s, for each s; and what comes next, when a unit is under way."""
+    """Device functions: (find a lane's part of a unit, [start copying step s] for each s, move on to the next unit)."""
     format, MT, WARPS, UB, SC = plan.format, plan.tiling.tiles, plan.tiling.warps, plan.unit, plan.scales
     STEPS, GROUPS, W, WEIGHTS = format.steps, format.groups, format.scale_words, plan.weight_bytes
     GROUPED, UNITS = GROUPS > 1, STEPS // UB
@@ -520,7 +520,7 @@ def _multiply(plan: Plan) -> tuple[Any, Any]:
 
 
 def _fetch(plan: Plan, s: int) -> Any:
-    """A device function: what a lane multiplies step `s` of a unit by, of two rows."""
+    """A device function: load the inputs that a lane multiplies in step `s` of a unit, of a row from each block of eight."""
     format, TILES, HALVES = plan.format, plan.blocks, plan.format.step // 32
     one, two, TWO = _load_x(s * HALVES * 64), _load_x((s * HALVES + HALVES - 1) * 64), HALVES == 2
     SCALED, UP = format.kind == "fp8" and format.dtype == "bfloat16", _twice((127 + FP8_UP["bfloat16"][0]) << 7)
@@ -545,7 +545,7 @@ def _fetch(plan: Plan, s: int) -> Any:
 
 
 def _finish(plan: Plan) -> Any:
-    """A device function: add what the warps of a block have, and write it."""
+    """A device function: add the sums of a block's warps and write the result."""
     MT, WARPS, TILES, EACH = plan.tiling.tiles, plan.tiling.warps, plan.blocks, plan.sum_bytes // plan.tiling.warps
     PAIRS, THREADS, FP8 = 8 * MT, 32 * WARPS, plan.format.kind == "fp8"
     pack, load, (up, down) = half_ops(plan.format.dtype).pack, _load_words(2, 1, 0, 0), FP8_UP[plan.format.dtype]
@@ -681,7 +681,7 @@ def shared_limit(cc: tuple[int, int]) -> int:
 def choose_tiling(format: Format, outputs: int, rows: int, multiprocessors: int, cc: tuple[int, int]) -> Tiling:
     """How a matmul of up to 16 rows is dealt out, so that the blocks of a multiprocessor have enough shared memory.
 
-    Where that of 9.0 is enough, it is the best that was measured there, of those that need no more registers than there are.
+    With as much shared memory as compute capability 9.0 has, it is the fastest choice that was measured there and fits the registers.
     """
     tiles, least, int4 = -(-outputs // 32) * 2, Tiling(2, 8, 4, 2), format.kind == "int4"
     if tiles <= 2 * multiprocessors:
@@ -701,7 +701,7 @@ def choose_tiling(format: Format, outputs: int, rows: int, multiprocessors: int,
 
 @functools.cache
 def dequantize(format: Format) -> CudaKernel:
-    """out [outputs, features] in the dtype of the activations: the weights of output `first`, a multiple of 16, and those behind it.
+    """out [outputs, features] in the dtype of the activations: the weights of the outputs from `first` on, a multiple of 16.
 
     Grid (ceil(outputs / 16), ceil(features / (4 format.step))).
     """

@@ -146,7 +146,7 @@ if SIM:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Let the garbage collector wait: it looks again and again through what a compiler makes, and a kernel takes half as long again."""
+    """Keep the garbage collector off while compiling: it scans the compiler's objects again and again, and a kernel would take half as long again."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -163,8 +163,8 @@ class CudaKernel:
     name: unique among kernels and parameters (it names the cached machine code).
     signature: argument types, as in "u32* i32* f32": words, 32-bit and 64-bit integers, floats, pointers to them (or to
     u16), and "map", a tensor map of 128 bytes.
-    threads: threads a block. min_blocks: blocks that must fit on a multiprocessor at once (bounds the registers; 0: free).
-    shared_bytes: dynamic shared memory a block.
+    threads: threads per block. min_blocks: blocks that must fit on a multiprocessor at once (bounds the registers; 0: free).
+    shared_bytes: dynamic shared memory per block.
     hopper_only: it has instructions (wgmma, setmaxnreg) that compute capability 9.0 has and no later one.
     cluster: neighbouring blocks that start together and reach each other's shared memory; a grid is a multiple of it.
     """
@@ -209,7 +209,7 @@ class CudaKernel:
 
 
 def _without_overlap(text: str) -> str:
-    """Leave out what cards before Hopper do not have, and kernels that start one after the other do not need."""
+    """Remove instructions that cards before Hopper do not have. Only kernels that overlap need them."""
     lines = text.splitlines(keepends=True)
     return "".join(line for line in lines if "griddepcontrol." not in line)
 

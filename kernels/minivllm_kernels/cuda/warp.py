@@ -130,7 +130,7 @@ def rsqrt(x):
 
 @instruction("prmt.b32 $0, $1, $2, $3;", "u32", "u32 u32 u32")
 def prmt(a, b, selector):
-    """Pick four bytes out of the eight of (a, b), one selector nibble a byte."""
+    """Pick four bytes out of the eight of (a, b): one nibble of the selector per byte."""
     source = [(int(a) >> (8 * i)) & 255 for i in range(4)] + [(int(b) >> (8 * i)) & 255 for i in range(4)]
     return np.uint32(sum(source[(int(selector) >> (4 * i)) & 7] << (8 * i) for i in range(4)))
 
@@ -326,19 +326,20 @@ def atomic_inc(pointer, index):
 
 @instruction("atom.acq_rel.gpu.global.add.s32 $0, [$1], 1;", "i32", "ptr", effect=True)
 def atomic_arrive(pointer, index):
-    """As `atomic_inc`, between what the block did before it and what it does after. For one thread, between two `syncthreads`: who arrives
-    last sees what all blocks have written."""
+    """`atomic_inc` that keeps earlier writes before it and later reads after it, so the last block to arrive sees what all blocks wrote.
+
+    One thread calls it, between two `syncthreads`."""
     return atomic_inc(pointer, index)
 
 
 @instruction("griddepcontrol.wait;", effect=True)
 def grid_wait():
-    """Wait until the kernel before has ended, and see what it wrote."""
+    """Wait until the previous kernel has ended; what it wrote can be read from here on."""
 
 
 @instruction("griddepcontrol.launch_dependents;", effect=True)
 def grid_release():
-    """Let the next kernel begin, as far as its own `grid_wait`."""
+    """Let the next kernel start; it runs up to its `grid_wait`."""
 
 
 @intrinsic

@@ -107,7 +107,7 @@ mma_f16 = _mma(lambda words: words.view(np.float16).astype(np.float32))
 
 
 def movmatrix(word):
-    """Transpose an 8x8 matrix of 16-bit values that the warp holds one word a lane."""
+    """Transpose an 8x8 matrix of 16-bit values, of which each lane of the warp holds one word."""
     board, lane = exchange(int(word))
     row, column = lane // 4, (lane % 4) * 2
 

@@ -108,7 +108,7 @@ def tiles_clear(b, count: Const):
 
 
 def make_pass(count: int, pairs: int) -> Any:
-    """A function for `count` tiles of rows and two of outputs. pairs: of inputs, which are prefetched with each tile."""
+    """A function for `count` tiles of rows and two of outputs. pairs: how many pairs of inputs are prefetched with each tile."""
 
     @jit
     def run_pass(x, x_stride, weight, weight_stride, steps, sums, ahead):

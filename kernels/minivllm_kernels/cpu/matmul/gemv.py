@@ -41,7 +41,7 @@ WIDTH = Program.WIDTH
 
 @jit
 def filled(rows):
-    """How many places the tiles for this many rows read."""
+    """How many row places are read for this many rows: tiles have 1, 2, 4 or 8."""
     return rows if rows <= 2 else 4 if rows <= 4 else (rows + 7) // 8 * 8
 
 

@@ -39,12 +39,12 @@ ITEM = 32
 
 
 class Matmul:
-    """x [rows, inputs] times one weight [outputs, inputs], plus its bias. Base of the three layouts.
+    """x [rows, inputs] times one weight [outputs, inputs], plus its bias. Base class of all layouts.
 
     Args:
         kernel: the compiled matmul.
         items: work items of a launch.
-        x_bits, out_bits: of the rows and the results: 32 (float32) or 16 (bf16).
+        x_bits, out_bits: bits of a number in the rows and in the results: 32 (float32) or 16 (bf16).
         own: addresses of weight, bias and scales (0: none), then the kernel's further arguments. The memory must outlive this object.
     """
 

@@ -42,8 +42,10 @@ ZERO, FULL, TINY = np.float32(0), np.float32(127), np.float32(1e-30)
 
 
 def make_take_row(x_bits: int, group: int, zero: int, lanes: int) -> Any:
-    """A function `(args, row, block, r)` that writes a row to place `r` of a block of rows: bytes, then for each group its step, `-zero`
-    times its sum of bytes (int32), and its sum, those of all rows together. What is not finite makes the step NaN."""
+    """A function `(args, row, block, r)` that writes a row to place `r` of a block of rows, as bytes.
+
+    After the bytes of all rows come three numbers per group and row: the step, `-zero` times the sum of the bytes (int32), and that
+    sum times the step. A number that is not finite makes the step NaN."""
     G, L = group, lanes
 
     @jit
@@ -86,7 +88,7 @@ NUMBERS = 3 * TILE
 
 @jit
 def numbers_of(args, block):
-    """Where those of the first group begin."""
+    """Address of the numbers of a block's first group."""
     return block + TILE * args[layout.ROW_BYTES]
 
 
@@ -201,7 +203,7 @@ def matmul(
         bits: of a stored weight; `coded`: 1 if it is a place in a table of 16 bytes.
         parts: 1 for steps alone, 2 for steps and lows, of `scale_bits`.
         group: inputs of a row that are rounded together.
-        zero: what a stored number is more than the signed one.
+        zero: the stored number minus the signed one.
         unit: see `layout.host_unit`.
     """
     take_row, form = make_take_row(x_bits, group, zero, lanes), (bits, coded, parts, scale_bits, group)

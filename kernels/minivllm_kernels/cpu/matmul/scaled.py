@@ -92,7 +92,7 @@ def matmul(bits: int, rounds: int, x_bits: int, row_lanes: int, lanes: int, regi
         bits: 8 for fp8, -8 for int8.
         rounds: 1 if rows are rounded, too.
         x_bits: of rows and results.
-        row_lanes: numbers of a row that are taken at once.
+        row_lanes: numbers of a row that are loaded at once.
     """
     tiles = [make_tile(n, bits, lanes, registers) for n in TILE_ROWS]
 
