@@ -19,7 +19,9 @@ __all__ = ["AnswerReader", "ParserOptions", "structure", "tool_use"]
 
 @dataclass(frozen=True)
 class ParserOptions:
-    """How one server reads answers. tool_parser: None if models are not known to call functions unasked. auto: they may."""
+    """How one server reads answers.
+
+    tool_parser: reads the calls that a model makes unasked; None if the operator named none. auto: models may call functions unasked."""
 
     tool_parser: type[ToolParser] | None = None
     auto: bool = False
@@ -35,7 +37,7 @@ class ParserOptions:
 
     @property
     def form_parser(self) -> type[ToolParser]:
-        """A parser with a form, to force calls in; Hermes' where the family's own has none."""
+        """A parser with a form, in which calls can be forced: the family's own, or Hermes' if it has none."""
         has_form = self.tool_parser is not None and self.tool_parser.form is not None
         return self.tool_parser if self.tool_parser is not None and has_form else HermesToolParser
 
@@ -87,9 +89,9 @@ def _only(functions: Sequence[FunctionDefinition], names: Sequence[str]) -> list
 def structure(
     asked: dict[str, Any] | None, use: ToolUse | None, reasoning: ReasoningParser | None, tokenizer: Any
 ) -> dict[str, Any] | None:
-    """What the text must look like, as fields of StructuredOutputsParams, when calls and thoughts have their places in it.
+    """What the whole text must look like, calls and thoughts included, as fields of StructuredOutputsParams; None if anything may come.
 
-    ``asked``: the same for an answer alone. Raises ApiError where the parts do not go together.
+    ``asked``: the fields that the request gives for the answer alone. Raises ApiError if the parts cannot be combined.
     """
     rules: list[str] | None = None
     if use is not None:
@@ -107,7 +109,7 @@ def structure(
 
 
 def _schema(asked: dict[str, Any]) -> dict[str, Any] | None:
-    """Its JSON schema, with the options inside; None if it is of another kind."""
+    """The JSON schema that ``asked`` gives, with its options inside; None if it asks for something else."""
     schema = {"type": "object"} if asked.get("json_object") else asked.get("json")
     if not isinstance(schema, dict):
         return None
@@ -121,7 +123,7 @@ def _schema(asked: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _terms(asked: dict[str, Any]) -> str:
-    """The same as terms of a Lark rule."""
+    """What ``asked`` allows, as terms of a Lark rule. Raises ApiError for a kind that cannot follow thoughts."""
     schema = _schema(asked)
     if schema is not None:
         return f"%json {quoted(schema)}"
@@ -148,7 +150,7 @@ class AnswerReader:
         self._token_ids: list[int] = []
 
     def push(self, completion: CompletionOutput) -> Piece:
-        """Take what is new of the answer; its finish reason says that it is the last."""
+        """Take the new part of an answer. A part with a finish reason is the last."""
         last = completion.finish_reason is not None
         part = Piece(content=completion.text)
         if self.reasoning is not None:

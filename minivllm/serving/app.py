@@ -84,7 +84,7 @@ def create_app(llm: AsyncLLM, options: ServerOptions | None = None) -> FastAPI:
 
 
 def _add_middleware(app: FastAPI, options: ServerOptions) -> None:
-    """The last one added is the outermost."""
+    """Wrap the app. The last middleware added is the outermost."""
     origins = options.allowed_origins
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
     if options.api_key:
@@ -242,7 +242,7 @@ class CollectiveRPC(BaseModel):
 
 
 async def only_query(request: Request, *names: str) -> None:
-    """Raises ApiError for other fields in the query, and for a body: they would be ignored."""
+    """Raise ApiError for fields of the query other than ``names``, and for a body: they would be ignored."""
     if unknown := sorted(set(request.query_params) - set(names)):
         raise ApiError(400, f"{unknown[0]!r} is unknown; the query may have: {', '.join(names)}", param=unknown[0])
     if await request.body():
@@ -286,7 +286,7 @@ def development_router(state: ServerState) -> APIRouter:
         return {"results": [x if x is None or isinstance(x, dict | list) else str(x) for x in found]}
 
     async def done(work: Awaitable[Any], param: str | None = None) -> Any:
-        """What it returns. 400 for what was asked wrongly, 409 for what cannot be now."""
+        """The result of ``work``. Raises ApiError: 400 for a wrong request, 409 for one that is not possible now."""
         try:
             return await work
         except (ValueError, TypeError, OSError) as error:
@@ -472,7 +472,7 @@ def _words(given: Sequence[str]) -> list[str]:
 
 
 def options_from(args: argparse.Namespace) -> ServerOptions:
-    """The ServerOptions that the flags say. Raises ValueError."""
+    """The flags as ServerOptions. Raises ValueError."""
     given = {f.name: getattr(args, f.name) for f in fields(ServerOptions)}
     for name in ("allowed_origins", "allowed_hosts", "api_key"):
         given[name] = _words(given[name])

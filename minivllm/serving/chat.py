@@ -58,14 +58,14 @@ def render_chat(
     """The text of a prompt.
 
     Args:
-        tools: What may be called.
-        form: How functions, calls and results are shown where the template knows nothing of them.
-        marker: Stands for a picture or clip where the template knows nothing of them; None if the model reads text alone.
-        modality: Of what it stands for.
+        tools: Functions that may be called.
+        form: How functions, calls and results are written if the template has no place for them.
+        marker: Text that stands for a picture or clip if the template has no place for one; None if the model reads text alone.
+        modality: What the marker stands for: image or audio.
         options: ``add_generation_prompt``, ``continue_final_message``.
 
     Raises:
-        ApiError, ValueError: a variable that the template has no use for, or messages that it refuses.
+        ApiError, ValueError: a variable that the template does not use, or messages that it refuses.
     """
     for name in template_kwargs or ():
         if name in _RESERVED:
@@ -134,7 +134,7 @@ _left_out: set[tuple[int, str]] = set()
 def _log_left_out(
     tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any], template: str, text: str
 ) -> None:
-    """Say in the log which fields of messages are not in the prompt, once for each."""
+    """Log which fields of messages are not in the prompt, each field once."""
     for name in ("name", "reasoning_content"):
         key = (hash(template), name)
         if key in _left_out or not any(name in message for message in messages):
@@ -245,7 +245,7 @@ class ChatPlan(Plan):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all that is written is content."""
+        """Whether the model writes content alone: no calls, no thoughts to divide off."""
         return self.use is None and self.reasoning is None
 
     def reader(self) -> AnswerReader:
@@ -254,7 +254,7 @@ class ChatPlan(Plan):
 
 
 def _chat_params(body: ChatCompletionRequest, defaults: dict[str, Any], **more: Any) -> SamplingParams:
-    """The request as SamplingParams. ``more``: fields that follow from the rest. Raises what `SamplingParams` raises."""
+    """The request as SamplingParams. ``more``: further fields, derived from the rest of the body. Raises what `SamplingParams` raises."""
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     return body.sampling_params(
         defaults,
@@ -359,7 +359,7 @@ class ChatWriter(Writer):
         return usage
 
     def _details(self, completion: CompletionOutput) -> dict[str, Any]:
-        """What belongs to tokens and not to text."""
+        """Fields of a choice that belong to tokens and not to text."""
         count = self.body.num_logprobs
         asked = count is not None and completion.logprobs is not None and completion.token_ids
         logprobs = chat_logprobs(completion, count or 0, self.to_bytes) if asked else None

@@ -83,7 +83,7 @@ class Echo:
 
 
 def join(first: dict[str, Any], second: dict[str, Any] | None, moved: int) -> dict[str, Any]:
-    """Arrays of a prompt and of its answer, one behind the other."""
+    """The arrays of a prompt, followed by those of its answer."""
     if second is None:
         return first
     second = second | {"text_offset": [at + moved for at in second["text_offset"]]}

@@ -56,7 +56,7 @@ class ApiError(Exception):
 
 
 def _place(where: Sequence[Any]) -> str:
-    """`("body", "messages", 0, "role")` -> `messages[0].role`; names of union members are no fields and are left out."""
+    """`("body", "messages", 0, "role")` -> `messages[0].role`. Names of union members are not fields, and are left out."""
     text = ""
     for part in where[1:] if where and where[0] in ("body", "query", "path") else where:
         if isinstance(part, int):
@@ -105,7 +105,7 @@ def _code(text: str) -> str:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What goes to the client for an error that its request caused."""
+    """The answer for an error that a client's request caused."""
     if isinstance(error, ApiError):
         return error
     text = _without_paths(str(error))
@@ -129,7 +129,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 _NO_JSON = "There was an error parsing the body"
-"""FastAPI's words for whatever was raised while a body was read; what it was is the cause."""
+"""FastAPI's message for any error while a body is read; the error itself is its cause."""
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -126,8 +126,8 @@ class ServerState:
     Attributes:
         observe: Counts requests that end, for the metrics.
         in_flight: Engine requests of open HTTP requests.
-        adapters: By the names that clients use.
-        lora_ids: Numbers for adapters, each once.
+        adapters: LoRA adapters by the names that clients use.
+        lora_ids: Gives each adapter a number that no other has.
     """
 
     llm: AsyncLLM
@@ -168,7 +168,7 @@ class ServerState:
         self.adapters[adapter.lora_name] = replace(adapter, lora_int_id=number)
 
     async def find_model(self, name: str | None) -> None:
-        """Ask the resolvers for a model that is not served. Raises ApiError if what one has found cannot be used."""
+        """Ask the resolvers for a model that is not served. Raises ApiError if the adapter that one finds cannot be used."""
         if not self.resolvers or name is None or name in self.model_names:
             return
         if (work := self._resolving.get(name)) is None:
@@ -212,12 +212,12 @@ class Plan:
     """One HTTP request, checked and rendered.
 
     Attributes:
-        id: Of the answer; the engine's requests are named after it.
+        id: The answer's id; the engine's requests are named after it.
         model: The name to answer with.
         body: The request.
-        prompts: As the engine takes them.
-        cut_max_tokens: Whether more tokens than fit means as many as fit; False if the client asked for a number.
-        names: What the client calls fields that the engine may complain of.
+        prompts: The prompts, as the engine takes them.
+        cut_max_tokens: Whether ``max_tokens`` may be lowered to what fits; False if the client asked for a number, which must then fit.
+        names: The client's names of fields that an error of the engine may name.
     """
 
     id: str
@@ -266,7 +266,7 @@ async def engine_prompts(body: Any, prompts: Sequence[Any], state: ServerState) 
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The error, about the field as the client calls it."""
+    """The error, with the client's name of the field."""
     error.param = names.get(error.param or "", error.param)
     return error
 
@@ -479,7 +479,7 @@ class Counter:
         return True
 
     def add(self, i: int, output: RequestOutput) -> None:
-        """Count what is new of its answers."""
+        """Count the new tokens of prompt ``i``'s answers."""
         self.begin(i, output)
         self._generated_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         if (metrics := output.metrics) is not None and metrics.num_draft_tokens:
@@ -488,11 +488,11 @@ class Counter:
 
     @property
     def cached_tokens(self) -> int:
-        """0 where the operator does not allow to tell."""
+        """Prompt tokens found in the cache; 0 if the operator does not let clients know."""
         return self._cached_tokens if self.details else 0
 
     def usage(self, generates: bool = True) -> dict[str, Any]:
-        """OpenAI's usage object. ``generates``: False if what was generated is not part of the answer."""
+        """OpenAI's usage object. ``generates``: False if generated tokens are not part of the answer."""
         generated = self._generated_tokens if generates else 0
         usage: dict[str, Any] = {
             "prompt_tokens": self._prompt_tokens,
@@ -529,7 +529,7 @@ class Writer:
         yield from ()
 
     def pieces(self, i: int, output: RequestOutput) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Choices of chunks, for what is new of prompt ``i``; each with further fields of its chunk."""
+        """The choices of the chunks for a new output of prompt ``i``, each with further fields of its chunk."""
         raise NotImplementedError
 
     def usage(self) -> dict[str, Any]:
@@ -585,9 +585,9 @@ async def answer(
     """Plan, generate, answer. All of it ends when the client hangs up.
 
     Args:
-        model: That the client has named.
-        plan: Of the request.
-        make_writer: Makes what writes the answer of a job: `response` for a stream, or `whole`.
+        model: The name that the client gave.
+        plan: Makes the request's Plan.
+        make_writer: Makes the Writer of a job.
 
     Raises:
         ApiError: the request is at fault, takes too long, or its client has gone.

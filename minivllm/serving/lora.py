@@ -62,7 +62,7 @@ def lora_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(body: UnloadAdapter) -> PlainTextResponse:
-        """Serve an adapter no longer. Requests that have it go on to their end."""
+        """Serve an adapter no longer. Requests that use it go on to their end."""
         check_allowed()
         adapter = state.adapters.pop(body.lora_name, None)
         if adapter is None:

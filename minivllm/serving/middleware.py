@@ -55,7 +55,7 @@ class BodyLimit:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Give the whole body once, then whatever comes: the client hanging up."""
+    """Give the whole body once, then pass on what comes next: that the client hangs up."""
     rest = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def again() -> Message:
@@ -94,7 +94,7 @@ class _JsonRequest(Request):
 
 
 def http_protocol(max_head_bytes: int) -> Any:
-    """How uvicorn parses HTTP: its protocol in C, with a limit for the head of a request; "h11", which has one, if it is not installed."""
+    """What uvicorn parses HTTP with: its protocol in C, given a limit for the head of a request. Without httptools "h11", which has a limit."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
@@ -133,7 +133,7 @@ class SiteCheck:
         self.hosts = frozenset() if "*" in hosts else frozenset(host.strip("[]").lower() for host in hosts)
 
     def fault(self, method: str, headers: Headers) -> ApiError | None:
-        """What speaks against a request."""
+        """Why a request is refused, or None."""
         host, origin = headers.get("host", ""), headers.get("origin")
         try:
             name = urlsplit(f"//{host}").hostname or ""

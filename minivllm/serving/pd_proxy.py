@@ -31,13 +31,13 @@ _HOP = {"host", "content-length", "connection", "transfer-encoding", "keep-alive
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """The request that computes a prompt and one token, of which nothing is kept but the blocks."""
+    """The request that computes a prompt and one token. Only its KV blocks are kept."""
     kept = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
     return kept | {"max_tokens": 1, "stream": False}
 
 
 def make_proxy(prefill: httpx.AsyncClient, decode: httpx.AsyncClient) -> FastAPI:
-    """An app that hands prompts to one server and answers from another. The clients, whose base is a server's URL, are closed with it."""
+    """An app that hands prompts to one server and answers from another. Both clients have a server's URL as their base, and are closed with the app."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

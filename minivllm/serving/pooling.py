@@ -20,7 +20,7 @@ from minivllm.serving.protocol import ApiModel, Int64, RequestFields, as_list
 
 
 class PooledFields(RequestFields):
-    """What the endpoints share. ``fixed``, ``names``: parameters of `PoolingParams`, and fields that are some."""
+    """Fields that all endpoints share. ``fixed``: parameters of `PoolingParams` with their values. ``names``: fields that become parameters."""
 
     unsupported: ClassVar = {"lora_request": ((), "name the adapter as the model")}
     n: ClassVar = 1
@@ -31,12 +31,12 @@ class PooledFields(RequestFields):
     truncate_prompt_tokens: Int64 | None = None
 
     def pooling_params(self) -> PoolingParams:
-        """Raises InvalidParameter."""
+        """The request as PoolingParams. Raises InvalidParameter."""
         return PoolingParams(**self.fixed, **{name: getattr(self, name) for name in self.names})
 
 
 class ActivatedFields(PooledFields):
-    """Of what a head gives."""
+    """Fields for models with a head, whose activation can be left out."""
 
     names: ClassVar[tuple[str, ...]] = (*PooledFields.names, "use_activation")
 
@@ -66,7 +66,7 @@ class PoolingRequest(ActivatedFields):
 
 
 class PairFields(ActivatedFields):
-    """Of two texts."""
+    """Fields of requests about pairs of texts."""
 
     fixed: ClassVar = {"task": "score"}
 
@@ -104,14 +104,14 @@ class RerankRequest(PairFields):
 
 @dataclass(frozen=True, kw_only=True)
 class PairPlan(Plan):
-    """pairs: how results become scores. documents: whether the texts are in the answer."""
+    """A Plan for pairs of texts. pairs: how results become scores. documents: whether the texts are in the answer."""
 
     pairs: Pairs
     documents: bool = True
 
 
 class PoolingWriter(Writer):
-    """`/pooling`: whatever it is. ``listed``: the name of the list in the answer."""
+    """Writes the answer of `/pooling`: the pooled output of each prompt. ``listed``: the name of the list in the answer."""
 
     listed: ClassVar[str] = "data"
 
@@ -171,7 +171,7 @@ async def plan_inputs(body: Any, request: Request, state: ServerState, prefix: s
 async def _plan_pairs(
     body: Any, request: Request, state: ServerState, texts: tuple[Any, Any], *, documents: bool = True
 ) -> PairPlan:
-    """The same for pairs of texts. Raises ApiError, InvalidParameter, ValueError."""
+    """Check a body with pairs of texts and make their prompts. Raises ApiError, InvalidParameter, ValueError."""
     first, second = ([text] if isinstance(text, str) else text for text in texts)
     state.check_room(len(first) + len(second))
     fields, params = plan_fields(body, state, request, "score"), body.pooling_params()

@@ -78,14 +78,14 @@ class ApiModel(BaseModel):
 
     @classmethod
     def field_table(cls) -> dict[str, str]:
-        """What becomes of each field that is known: "used", "no effect: why" or "refused: why"."""
+        """Each known field and its treatment: "used", "no effect: why" or "refused: why"."""
         table = {field.alias or name: "used" for name, field in cls.model_fields.items()}
         table |= {name: f"no effect: {why}" for name, why in cls.no_effect.items()}
         return table | {name: f"refused: {why}" for name, (_, why) in cls.unsupported.items()}
 
 
 def check_count(name: str, items: Any) -> None:
-    """Count messages or items with all that is listed in them, before any is looked at.
+    """Count messages or items, and the parts and calls listed in them, before any is parsed.
 
     Raises:
         PydanticCustomError: there are more than MAX_PARTS.
@@ -109,7 +109,7 @@ class StreamOptions(ApiModel):
 
 
 class JsonSchema(ApiModel):
-    """``strict`` asks for what is always done: the grammar holds exactly. ``name`` is for the client's own use."""
+    """``strict`` changes nothing: the schema is always enforced exactly. ``name`` is for the client's own use."""
 
     no_effect: ClassVar = {"description": "the model is not shown the schema; describe it in a message"}
 
@@ -133,7 +133,7 @@ Words = Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length
 
 
 class RequestFields(ApiModel):
-    """What a client can say of every request to the engine."""
+    """Fields of every request to the engine."""
 
     model: str | None = None
     user: str | None = None
@@ -149,7 +149,7 @@ class RequestFields(ApiModel):
 
 
 class SamplingFields(RequestFields):
-    """What OpenAI and vLLM let a client say about the draw."""
+    """OpenAI's and vLLM's fields for sampling."""
 
     n: Annotated[int, Field(le=128)] = 1
     presence_penalty: float | None = None
@@ -208,7 +208,7 @@ class SamplingFields(RequestFields):
         return {"json": self.response_format.json_schema.schema_}
 
     def sampling_params(self, defaults: dict[str, Any], **more: Any) -> SamplingParams:
-        """``defaults``: for fields that were not given. ``more``: fields that only one endpoint has.
+        """The request as SamplingParams. ``defaults``: for fields that were not given. ``more``: fields that only one endpoint has.
 
         Raises:
             InvalidParameter, TypeError: a value out of range, an unknown name in a nested object.
@@ -288,7 +288,7 @@ class ContentPart(ApiModel):
 
     @property
     def modality(self) -> str | None:
-        """Of what it holds besides text, or None."""
+        """Kind of media in the part, image or audio; None for text."""
         return {"image_url": "image", "image_embeds": "image", "input_audio": "audio"}.get(self.type)
 
     @model_validator(mode="after")
@@ -360,7 +360,7 @@ class ChatMessage(ApiModel):
 
     @property
     def media(self) -> list[ContentPart]:
-        """The pictures and clips, in their order."""
+        """The message's pictures and clips, in their order."""
         parts = self.content if isinstance(self.content, list) else []
         return [part for part in parts if part.modality is not None]
 

@@ -24,7 +24,7 @@ class ReasoningParser:
     always: ClassVar[bool] = False
     """Whether the model thinks first even if no opening tag says so."""
     special_tokens: ClassVar[bool] = False
-    """Whether the tags are special tokens, so that these must be in the text."""
+    """Whether the tags are special tokens, so that these must be kept in the text."""
 
     def __init__(self, prompt: str) -> None:
         asked = prompt.rstrip()
@@ -69,7 +69,7 @@ class ReasoningParser:
         return text
 
     def rules(self, body: Sequence[str], tokenizer: Any) -> list[str]:
-        """Lark rules that let thoughts come before what ``body``, rules from ``start`` on, allows."""
+        """Lark rules for thoughts followed by a text that ``body`` allows, itself rules that begin with ``start``."""
         if self.thinking is False:
             return list(body)
         special = self.end_mark in special_token_ids(tokenizer)
@@ -112,5 +112,5 @@ class MistralReasoningParser(ReasoningParser):
 
 
 def tokens_up_to(mark: str, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
-    """How many tokens it takes until ``mark`` is in their text, which it is in the end."""
+    """The length of the shortest beginning of ``token_ids`` whose text contains ``mark``; the whole text must contain it."""
     return bisect_left(range(len(token_ids)), True, key=lambda count: mark in decode(token_ids[:count]))

@@ -56,7 +56,7 @@ Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
 class InputItem(ApiModel):
-    """What all items have: ``id`` and ``status`` are those of an earlier answer."""
+    """Fields of all items. ``id`` and ``status`` come from an earlier answer."""
 
     id: str | None = None
     status: Status | None = None
@@ -161,7 +161,7 @@ class TextFormat(ApiModel):
         return self
 
     def response_format(self) -> dict[str, Any]:
-        """The same for chat."""
+        """The format as a chat's ``response_format``."""
         if self.schema_ is None:
             return {"type": self.type}
         return {"type": self.type, "json_schema": {"name": self.name or "answer", "schema": self.schema_}}
@@ -235,7 +235,7 @@ class ResponseFields(ApiModel):
 
 
 def _without_tags(where: Sequence[Any]) -> list[Any]:
-    """A place inside items, without the names that pydantic gives the kinds of items and parts."""
+    """The path of an error inside items, without pydantic's names for the kinds of items and parts."""
     return [part for i, part in enumerate(where) if not (isinstance(part, str) and i and isinstance(where[i - 1], int))]
 
 
@@ -335,7 +335,7 @@ _SHARED = ("model", "temperature", "top_p", "top_k", "min_p", "repetition_penalt
 def as_chat(
     body: ResponsesRequest, items: Sequence[dict[str, Any]], *, keep_thoughts: bool, strict: bool
 ) -> ChatCompletionRequest:
-    """The same as a chat request. ``items``: the whole conversation. ``strict``: for functions that do not say.
+    """The request as a chat request. ``items``: the whole conversation. ``strict``: for functions that do not set it.
 
     Raises:
         ApiError: names the field.

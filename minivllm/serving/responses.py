@@ -86,7 +86,7 @@ class ResponsePlan(ChatPlan):
 
 
 _NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
-"""What fields of a chat are called here."""
+"""Names in a response of fields that a chat calls otherwise."""
 
 
 def _repeated(body: ResponsesRequest) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def plan_response(
 
 
 class ItemWriter:
-    """Makes the items of one response, and the events that tell of them."""
+    """Makes the items of one response, and the events that report them."""
 
     def __init__(self, plan: ResponsePlan, to_bytes: Any) -> None:
         self.plan, self.to_bytes = plan, to_bytes

@@ -68,7 +68,7 @@ def _custom_id(text: str) -> str | None:
 
 
 async def answer_line(app: ASGIApp, text: str) -> dict[str, Any]:
-    """The answer to one line. Never raises for what stands in the line."""
+    """The answer to one line. Never raises for a fault in the line: the answer reports it."""
     try:
         line = BatchLine.model_validate_json(text)
     except ValidationError as invalid:

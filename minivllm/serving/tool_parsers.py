@@ -140,9 +140,9 @@ class CallReader:
 
 
 class JsonToolParser(ToolParser):
-    """Calls as JSON objects behind a mark. ``begin``, ``end``: the marks; without ``end`` the calls go on to the end of the text.
+    """Calls as JSON objects after a mark. ``begin``, ``end``: the marks; without ``end`` the calls go on to the end of the text.
 
-    bare: calls may also come without the mark, at the very beginning; then only the functions that there are make a call.
+    bare: calls may also come without the mark, at the very beginning; then a name is a call only if the request has such a function.
     """
 
     begin: ClassVar[str]
@@ -152,11 +152,11 @@ class JsonToolParser(ToolParser):
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
         self._buffer = ""
-        self._inside = False  # behind the mark
+        self._inside = False  # after the mark
         self._fresh = self.bare  # nothing was written yet
-        self._made = False  # a call, since the mark
-        self._raw = ""  # of what may turn out not to be a call
-        self._space = ""  # in front of what may turn out to be a call
+        self._made = False  # whether a call was read since the mark
+        self._raw = ""  # text read that may turn out not to be a call
+        self._space = ""  # white space before what may turn out to be a call
         self._reader: CallReader | None = None
         self._broken = False  # the call that was begun is no JSON
         self._announced = False
@@ -211,7 +211,7 @@ class JsonToolParser(ToolParser):
         self._space = text[len(kept) :]
 
     def _in_calls(self, piece: Piece) -> bool:
-        """Read on behind the mark, a character or a mark at a time."""
+        """Read on after the mark, a character or a mark at a time."""
         if self._reader is None:
             return self._between(piece)
         if self._broken:
@@ -307,13 +307,13 @@ _TEXT_RULE = "TEXT: /(.|\\n)*/"
 
 
 class MarkedToolParser(JsonToolParser):
-    """Calls that always stand behind the mark. A subclass has a form."""
+    """Calls that always come after the mark. A subclass has a form."""
 
     form: ClassVar[CallFormat]
 
     @classmethod
     def free_rules(cls, functions: Sequence[FunctionDefinition], parallel: bool, tokenizer: Any) -> list[str]:
-        """Rules for free text in which whatever stands behind the mark is a call that fits."""
+        """Rules for free text in which whatever follows the mark is a call that fits."""
         form, mark = cls.form, literal(cls.begin, tokenizer)
         head = f"head: TEXT {mark}" if cls.begin in special_token_ids(tokenizer) else f"head[lazy]: TEXT {mark}"
         rest = replace(form, begin=form.begin.removeprefix(cls.begin))
@@ -333,7 +333,7 @@ class HermesToolParser(MarkedToolParser):
 
 @register_tool_parser("llama3_json", "llama4_json")
 class Llama3JsonToolParser(JsonToolParser):
-    """``{"name": ..., "parameters": {...}}`` as the whole answer, several with ``;`` between, perhaps behind ``<|python_tag|>``."""
+    """``{"name": ..., "parameters": {...}}`` as the whole answer, several with ``;`` between, perhaps after ``<|python_tag|>``."""
 
     begin, bare = "<|python_tag|>", True
     special_tokens = True
@@ -389,7 +389,7 @@ class PythonicToolParser(ToolParser):
         self._plain = False
 
     def push(self, text: str) -> Piece:
-        """Nothing is told of a list before its end; text that does not begin as one is passed on."""
+        """A list is reported only at its end; text that does not begin as a list is passed on."""
         if self._plain:
             return Piece(text)
         self._text += text

@@ -58,7 +58,7 @@ class CallFormat:
     arguments: str = "arguments"
 
     def around(self, name: str) -> tuple[str, str]:
-        """What stands before the arguments of a call of ``name``, and behind them."""
+        """The text before and after the arguments of a call of ``name``."""
         before, after = f'{{"name": {json.dumps(name)}, "{self.arguments}": ', "}"
         return (self.begin + before, after + self.end) if self.each else (before, after)
 
@@ -78,12 +78,12 @@ def literal(text: str, tokenizer: Any) -> str:
 
 
 def quoted(value: Any) -> str:
-    """JSON, which is also a string of a Lark grammar. ``::=`` is hidden, for it is the mark of another dialect."""
+    """JSON, which is also a string of a Lark grammar. ``::=`` is escaped: it would mark another dialect of grammars."""
     return json.dumps(value, ensure_ascii=False).replace("::=", ":\\u003a=")
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without members that it does not list, and without white space that a weak model could get lost in."""
+    """The schema, closed to members that it does not list and to optional white space, in which a weak model could get lost."""
     compact = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return guided(without_additional_properties(schema), **compact)
 
@@ -113,7 +113,7 @@ class ToolParser(ABC):
 
     form: ClassVar[CallFormat | None] = None
     special_tokens: ClassVar[bool] = False
-    """Whether special tokens are part of the manner, so that they must be in the text."""
+    """Whether the family writes calls with special tokens, so that these must be kept in the text."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = names
@@ -198,7 +198,7 @@ class ToolUse:
 
 
 def show_tools(messages: list[dict[str, Any]], use: ToolUse, form: CallFormat) -> list[dict[str, Any]]:
-    """Describe the functions in the system message, for a chat template that cannot."""
+    """Describe the functions in the system message, for a chat template that has no place for them."""
     definitions = "\n".join(json.dumps(f.definition()["function"], ensure_ascii=False) for f in use.functions)
     example = form.write([Call("NAME", '{"PARAMETER": VALUE}')])
     text = (

@@ -27,8 +27,8 @@ from minivllm_kernels.cpu.simd import (
 """Writing to and copying blocks of the CPU kernels' KV cache.
 
 A layer's cache is `[1, num_blocks, kv_heads, 2, head_dim * block_size]`: bf16 (as uint16), float32, or fp8 (e4m3, as uint8). Inside a block
-and head, keys are `[head_dim, block_size]`, values `[block_size, head_dim]`. In a cache of int8, `(head_dim + 4) * block_size` bytes, what each of
-its tokens is multiplied by follows either, float32 `[block_size]`.
+and head, keys are `[head_dim, block_size]`, values `[block_size, head_dim]`. In an
+int8 cache each of the two is followed by the scales of its tokens, float32 `[block_size]`: `(head_dim + 4) * block_size` bytes in all.
 """
 
 

@@ -148,7 +148,7 @@ _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 LIBC = ("memset", "memcpy", "memmove")
-"""What LLVM may make of a loop that clears or copies. A kernel calls nothing else outside itself."""
+"""C functions that LLVM may put in place of a loop that clears or copies memory. A kernel calls nothing else outside itself."""
 
 
 @functools.cache

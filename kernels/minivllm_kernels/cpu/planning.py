@@ -24,7 +24,7 @@ __all__ = [
 
 
 INT8 = -8
-"""In the place of a number of bits: whole numbers, where 8 says e4m3."""
+"""Takes the place of a number of bits for int8; 8 means e4m3."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ __all__ = ["LARGEST_OUT", "LARGEST_SIZE", "LARGEST_X", "first_largest"]
 on other rows."""
 
 AT_ONCE = OWN
-"""First argument of the kernels for rows: how many rows a thread claims at once. A claim takes as long as a short row when others
-claim too, and what lies in a core's cache is soonest used there again."""
+"""First argument of the kernels for rows: how many rows a thread claims at once. While
+other threads claim too, a claim takes as long as a short row; and rows that one thread takes stay in its core's cache."""
 (NORM_X, NORM_RESIDUAL, NORM_WEIGHT, NORM_OUT, NORM_SIZE, NORM_ADD) = range(OWN + 1, OWN + 7)
 """Arguments of `add_norm`: addresses of x, the residual stream, the weight and the result; numbers in a row; whether x is
 added to the stream first. The work items are rows."""

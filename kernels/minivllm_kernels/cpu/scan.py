@@ -35,12 +35,12 @@ from minivllm_kernels.cpu.simd import (
 (STATES, STRIDE, READ, WRITE, BEGINS, PARTS, AT_ONCE) = range(OWN, OWN + 7)
 """First arguments of a recurrence: address of the states of block 0, float32; numbers from one block to the next; addresses of int64
 arrays: the blocks that each of S sequences reads (-1: none, its state is 0) and writes, and its first token [S + 1]; parts of a
-sequence, such as its heads; how many parts, which lie one behind the other, a thread claims at once. The work items are parts of
+sequence, such as its heads; how many parts, neighbours in memory, a thread claims at once. The work items are parts of
 sequences."""
 
 
 MORE = OWN + 7
-"""Where the arguments of one of them begin."""
+"""Where the further arguments of each recurrence begin."""
 
 
 compiled = functools.partial(njit, error_model="numpy")

@@ -110,7 +110,7 @@ def cut(
 
 
 WAVES = ((8, 1, 8), (4, 3, 8), (2, 6, 8))
-"""(warps a block, blocks a multiprocessor, tiles below which a piece is not worth its overhead)."""
+"""(warps per block, blocks per multiprocessor, tiles below which a piece is not worth its overhead)."""
 WIDE_WAVES = ((4, 2, 4), (2, 4, 8))
 """The same for head_dim 256, which takes more registers."""
 

@@ -23,7 +23,7 @@ from minivllm_kernels.cuda.warp import (
 
 KINDS = ("int4", "int8", "fp8")
 MOST_BYTES = (8 << 30) - 4
-"""Of a packed weight: the kernels count its words in an int32."""
+"""Bytes of the largest packed weight: the kernels count its words in an int32."""
 U32 = np.dtype(np.uint32)
 
 
@@ -92,7 +92,8 @@ class Format:
 
 
 _CODES = {"bfloat16": ("bf16", (3, 0x4180), (3, 0x4180)), "float16": ("f16", (2, 0x5C00), (6, 0x4C00))}
-"""PTX name; and for either of two outputs 8 apart, the lowest of the four fraction bits that count whole numbers in a half from 16 or 256 on; its bits."""
+"""PTX name; then, for the first and the second of two outputs that are 8 apart: (the fraction bit that is worth 1 in a number from 16 or 256 on,
+the bits of that 16 or 256)."""
 FP8_UP = {"bfloat16": (64, 120), "float16": (0, 8)}
 """Exponents of two: by which activations are multiplied for fp8, and by which the decoded weights are too small."""
 

@@ -28,14 +28,14 @@ from minivllm_kernels.cpu.program import LAUNCHER, Program
 """How weights lie in memory for the CPU's matmuls, and an object for each layout that launches its kernel."""
 
 X, OUT, ROWS, SCRATCH, SCRATCH_BYTES, GROUPS, ITEMS, INPUTS, OUTPUTS, WEIGHT, BIAS, SCALES = range(OWN, OWN + 12)
-"""Arguments of every matmul kernel: addresses of the rows and of the results, number of rows; address of the scratch memory and
-its bytes a thread; address of the arguments of each group (0: these are the only group) and work items of a group; inputs and
+"""Arguments of every matmul kernel: addresses of the rows and of the results, number of rows; address of the scratch memory and its bytes per
+thread; address of the arguments of each group (0: these are the only group) and work items of a group; inputs and
 outputs; addresses of weight, bias and scales (0: none). Those of one kernel follow at `EXTRA`."""
 EXTRA = OWN + 12
 TILE_ROWS = (1, 2, 4, 8)
 """Rows that a tile of registers is made for."""
 ITEM = 32
-"""Outputs of a work item of the packed layouts."""
+"""Outputs of a work item, where weights are quantized or AMX multiplies. Elsewhere a packed bf16 weight is dealt out in whole blocks."""
 
 
 class Matmul:
