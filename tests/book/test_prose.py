@@ -29,7 +29,6 @@ PREMISES = {
     "sampling/transforms": "150 150000",
     "sampling/logprobs": "100 400 50000",
     "sampling/automaton": "50000",
-    "numba_kernels/index": "2.5",
     "numba_kernels/cuda/planning": "16000",
     "numba_kernels/cuda/all_reduce": "36 73",
     "numba_kernels/cuda/wgmma": "9.0",
