@@ -279,7 +279,7 @@ class KVCacheManager:
             group.uncache_blocks(request.request_id, num_tokens)
 
     def has_gap(self, request: Request, num_tokens: int) -> bool:
-        """Whether the table of a request has null blocks beyond its first `num_tokens` tokens, so that no step can end there."""
+        """Whether a table of a request has null blocks beyond its first `num_tokens` tokens, so that no step can end there."""
         null, start = self.block_pool.null_block, -(-num_tokens // self.block_size)
         return any(block is null for group in self.groups for block in group.tables[request.request_id][start:])
 

@@ -21,7 +21,7 @@ from minivllm.core.output import KVConnectorMetadata, NewRequestData
 from minivllm.core.prefix import extend_block_hashes
 from minivllm.core.request import Request
 
-Key = tuple[int, bytes]  # a block's name: its KV cache group and its hash
+Key = tuple[int, bytes]  # identifies a block: its KV cache group and its hash
 Loads = tuple[tuple[tuple[Any, ...], int], ...]  # (place, block) each
 
 
@@ -167,7 +167,7 @@ class KVConnector(ABC):
         """Remove what would be left behind, such as files. The workers have ended, or are shut down."""
 
     def gauges(self) -> dict[str, float]:
-        """Counters by the names of vLLM's metrics, in tokens, and steps with failed loads."""
+        """Tokens by the names of vLLM's metrics, and how often loads failed: steps, plus requests with asynchronous loads."""
         return {
             "external_prefix_cache_queries": self.num_queries,
             "external_prefix_cache_hits": self.num_hits,

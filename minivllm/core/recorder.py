@@ -44,9 +44,7 @@ class Recorder:
     def __init__(self) -> None:
         self.trace: Sink | None = None
         self._sinks: dict[Sink, bool] = {}
-        self._of_blocks: list[
-            Sink
-        ] = []  # sinks that get block events only (a KV connector): no other events are built for them
+        self._of_blocks: list[Sink] = []  # get block events only (a KV connector): no other events are built for them
         self._recorder: Sink | None = None
         self._last_wait: tuple[Any, ...] | None = None
 

@@ -89,7 +89,7 @@ def save(trace: Recording, path: str | Path) -> None:
     """Write a trace.
 
     Args:
-        path: ends in `.jsonl` or `.parquet`. An existing file is replaced when the new one is complete.
+        path: ends in `.jsonl` or `.parquet`. An existing file is replaced, a `.jsonl` only when the new one is complete.
 
     Raises:
         ValueError: another ending. TypeError: an extra key of a request that cannot be saved.

@@ -447,7 +447,7 @@ class AsyncLLM:
         return await self.call(lambda engine: engine.apply_model(function))
 
     async def record_to(self, path: str) -> None:
-        """Record what the scheduler does, from now on; the shutdown writes the file (.jsonl or .parquet)."""
+        """Record what the scheduler does, from now on, into `PATH.part`; the shutdown makes it the file (.jsonl or .parquet)."""
         await self.call(lambda engine: engine.core.record_to(path))
 
     def shutdown(self) -> None:

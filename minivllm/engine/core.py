@@ -268,7 +268,7 @@ class EngineCore:
             self._update(*self._wait())
 
     def _admit_compiled(self) -> None:
-        """Let requests whose grammar is compiled join the scheduler; those whose grammar is wrong end."""
+        """Let requests whose grammar and adapter are ready join the scheduler; those whose grammar or adapter is wrong end."""
         idle = not (self.scheduler.has_requests() or self._in_flight)
         ready, failed = self._compiling.take_ready(len(self._compiling.waiting) if self._in_step else int(idle))
         for request in ready:

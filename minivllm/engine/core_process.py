@@ -385,7 +385,7 @@ class EngineCoreClient(RemoteCore):
         return list(self._call("collective_rpc", method, timeout, list(args), dict(kwargs or {})))
 
     def record_to(self, path: str) -> None:
-        """Record from now on; the file is written at the shutdown. Raises RuntimeError if a recording is under way."""
+        """Record from now on, into `PATH.part`; the shutdown makes it the file. Raises RuntimeError if a recording is under way."""
         self._call("record_to", os.path.abspath(path))
 
     def prefetch_lora(self, key: str, path: str, digest: str) -> None:

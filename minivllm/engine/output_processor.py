@@ -187,7 +187,7 @@ class RequestState:
 
 @dataclass(slots=True)
 class ProcessedOutputs:
-    """``request_outputs`` for callers, and ``reqs_to_abort``: ids in the engine core that a stop string ended."""
+    """``request_outputs`` for callers, and ``reqs_to_abort``: ids in the engine core that a stop string or a repetition ended."""
 
     request_outputs: list[RequestOutput]
     reqs_to_abort: list[str]

@@ -200,7 +200,7 @@ class SamplingState:
         self.arrive(view, token_id)
 
     def arrive(self, view: RequestView, token_id: int) -> None:
-        """Fill in a token that was expected (`SamplingBatch.expect`)."""
+        """Name a token that `num_output_tokens` counts already: the model runner counts a token before the host knows it."""
         view.output_token_ids.append(token_id)
         if self.columns["penalised"][view.row]:
             self.counts.append(view.row, token_id)
