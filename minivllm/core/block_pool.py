@@ -210,7 +210,7 @@ class BlockPool:
         return taken
 
     def cached_free_blocks(self) -> Iterator[KVCacheBlock]:
-        """Free blocks with content, least recently used first. Blocks without content stand before them in the list."""
+        """Free blocks with content, least recently used first. Blocks without content come before them in the list."""
         return (block for block in self.free_queue if block.block_hash is not None)
 
     def _evict(self, n: int, taken: list[KVCacheBlock]) -> list[KVCacheBlock]:

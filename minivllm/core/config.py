@@ -397,7 +397,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """What the scheduler reads. Names and defaults are vLLM's, but for `starvation_limit`, which is ours, and `max_num_partial_prefills`.
+    """What the scheduler reads. Names and defaults are vLLM's, except `starvation_limit` and `generates`, which are ours, and `max_num_partial_prefills`.
 
     Attributes:
         max_num_seqs: most requests running at once.

@@ -109,7 +109,7 @@ class State:
         ref_cnt: per physical block.
         hashes: per physical block; None if it holds nothing reusable.
         free: free blocks in the order of reuse.
-        cpu_free: free blocks of the swap pool, likewise.
+        cpu_free: free blocks of the swap pool, in the order of reuse.
         loras: adapter of each slot that has one.
         encoder_cache: embeddings of each encoder output that is kept, by identifier.
     """
@@ -148,7 +148,7 @@ class State:
         )  # fmt: skip
 
     def queue(self, status: str) -> list[str]:
-        """The list in which requests of a status stand."""
+        """The queue that holds requests of this status: `running`, `remote` or `waiting`."""
         return {"RUNNING": self.running, "WAITING_FOR_REMOTE_KVS": self.remote}.get(status, self.waiting)
 
     def owners(self, block_id: int) -> list[str]:

@@ -31,7 +31,7 @@ class KVConnector(ABC):
     Args:
         config: what the user asked for.
         block_size: tokens per block.
-        num_groups: number of KV cache groups; only groups of full attention are supported.
+        num_groups: number of KV cache groups; only groups of full attention or of latent vectors are supported.
         namespace: text that stands for the model and the layout of its blocks; engines share blocks only if it is equal (see `namespace_of`).
 
     Attributes:
@@ -147,7 +147,7 @@ class KVConnector(ABC):
                 self.forget(place[-1])
 
     def end_async_load(self, request_id: str, invalid_block_ids: set[int]) -> None:
-        """The blocks of a request have been filled, but for these; or the step that was to begin it was taken back."""
+        """The blocks of a request have been filled, except these; or the step that was to begin the load was taken back."""
         self._starting.discard(request_id)
         self._admitted.pop(request_id, None)
         self.num_async_failures += bool(invalid_block_ids)
@@ -199,7 +199,7 @@ class LRU:
 
 
 class ARC:
-    """Adaptive replacement (Megiddo and Modha, FAST 2003): `once` and `again`, and ghosts, names of what was evicted from each. Methods as those of `LRU`."""
+    """Adaptive replacement (Megiddo and Modha, FAST 2003): `once` and `again`, and ghosts, keys of what was evicted from each. Methods as those of `LRU`."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.target = capacity, 0.0

@@ -245,7 +245,7 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """The class name; it stands in traces and error messages."""
+        """The class name, as traces and error messages give it."""
         return type(self).__name__
 
     def order(self, waiting: Sequence[Any], view: SchedulerView) -> Sequence[Any]:

@@ -22,7 +22,7 @@ class FinishReason(str, Enum):
 
 
 class RequestStatus(IntEnum):
-    """Where a request stands. All but `RUNNING` and `FINISHED` are forms of waiting."""
+    """The state of a request. All but `RUNNING` and `FINISHED` are forms of waiting."""
 
     WAITING = 0
     RUNNING = 1

@@ -48,7 +48,7 @@ Preemption = Recompute | Swap
 
 
 class Clock(Protocol):
-    """Something that tells the time in seconds."""
+    """Gives the time in seconds."""
 
     def now(self) -> float: ...
 
@@ -124,7 +124,7 @@ class Scheduler(Recorder):
         remote: requests in `WAITING_FOR_REMOTE_KVS`. A connector is filling their blocks while steps run, or has filled them.
         kv_cache_manager: the KV cache manager.
         spec_stats: counters of draft tokens.
-        adapters: which LoRA adapter lies in which slot.
+        adapters: which LoRA adapter is in which slot.
         encoder_cache: which encoder outputs are kept.
         trace: None, or a function that takes an event (see `record` and `subscribe`).
         waits_for_tokens: a request whose newest token is in flight is not scheduled until that token has arrived, and one that was preempted meanwhile
@@ -602,7 +602,7 @@ class Scheduler(Recorder):
             for request in filter(self.waiting.is_open, self._ordered(decision)):
                 yield self._next_in_line(request)
                 if request not in self.waiting or self.waiting.is_open(request):
-                    break  # one was admitted: ask for the order anew
+                    break  # one was admitted: ask for the order again
         if self.policy.order_per_admission:
             return
         for request in self._ordered(decision):
@@ -863,7 +863,7 @@ class Scheduler(Recorder):
 
         Args:
             output: the decision that was run, the oldest one without a result so far.
-            result: what came of it. Requests that ended meanwhile are passed over.
+            result: its result. Requests that ended meanwhile are passed over.
 
         Returns:
             One entry per request that gained a token or its vector, failed, or has prompt log-probabilities to report.
@@ -978,7 +978,7 @@ class Scheduler(Recorder):
     def _trace_result(
         self, output: SchedulerOutput, result: ModelRunnerOutput, gained: dict[str, tuple[int, ...]]
     ) -> None:
-        """Record what came of a step."""
+        """Record the result of a step."""
         if self.trace is not None:
             self.trace(("update", self.clock.now(), gained, *self._late(output)))
             if result.expert_loads:

@@ -40,11 +40,11 @@ def register_proposer(method: str, make: Callable[[SpeculativeConfig], Any]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """How drafts are made and accepted. Names are vLLM's, but for `dynamic_length` and the method `synthetic`.
+    """How drafts are made and accepted. Names are vLLM's, except `dynamic_length` and the method `synthetic`.
 
     Attributes:
-        method: a name of `METHODS`, or an object with `propose(requests, view)`. `ngram_gpu` is `ngram` whose drafts the GPU makes by itself, so
-            that a step is launched before the tokens of the last have reached the host.
+        method: a name of `METHODS`, or an object with `propose(requests, view)`. With `ngram_gpu` the GPU makes the drafts of `ngram` without the
+            host, so that a step is launched before the tokens of the last one have reached the host.
         num_speculative_tokens: most draft tokens per request and step.
         model: draft model, for methods that have one: alias, folder or hub id.
         prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram that is looked up.

@@ -1,4 +1,4 @@
-"""Where the core asks for the views, which stand above it."""
+"""Where the core asks for the views, which import the core."""
 
 # Generated from nbs/core/views.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -288,7 +288,7 @@ class EngineCoreClient(RemoteCore):
         return self.channel.fileno()
 
     def has_requests(self) -> bool:
-        """Whether `step` has something to deliver (or an end to tell) without waiting."""
+        """Whether `step` has something to deliver (or the end of the process to report) without waiting."""
         return bool(self._arrived) or self.channel.ready()
 
     def step(self) -> list[EngineCoreOutput]:
@@ -418,7 +418,7 @@ class EngineCoreClient(RemoteCore):
             self.grammar.shutdown()
 
     def _end(self, seconds: float) -> None:
-        """Wait so long for the process to end by itself, then kill it."""
+        """Wait `seconds` for the process to end, then kill it."""
         killer = threading.Timer(seconds, self.process.kill)
         killer.start()
         try:

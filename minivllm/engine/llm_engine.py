@@ -149,7 +149,7 @@ class LLMEngine(EngineControls):
         if isinstance(preemption, Swap):
             args = replace(args, num_cpu_blocks=preemption.num_cpu_blocks, preemption_mode="swap")
         plan = plan_engine(args)
-        if not args.skip_tokenizer_init:  # told before the weights are read
+        if not args.skip_tokenizer_init:  # a missing tokenizer is reported before the weights are read
             find_tokenizer(args.tokenizer or plan.config.model.path, args.download_dir)
         plan = load_first(plan)
         tokenizer, grammar = load_tokenizer(plan.config, plan.model.eos_token_ids)

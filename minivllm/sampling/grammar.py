@@ -246,7 +246,7 @@ def grammar_text(params: StructuredOutputsParams, special_tokens: Mapping[str, i
 
 
 class GrammarMatcher:
-    """Where one request stands in its grammar."""
+    """The position of one request in its grammar."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -145,7 +145,7 @@ class CheckedParams:
 
     Attributes:
         allowed: the allowed values of each field.
-        place: what stands before the name of a field in an error.
+        place: prefix of a field's name in an error.
     """
 
     allowed: ClassVar[dict[str, Allowed]] = {}
