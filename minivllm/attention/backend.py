@@ -22,7 +22,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What one attention layer computes, and how its cache is cut.
+    """What one attention layer computes, and how its cache is divided into blocks.
 
     Attributes:
         num_heads: query heads.
@@ -37,7 +37,7 @@ class AttentionSpec:
         kv_dtype: of keys and values in the cache: `FP8`, `torch.int8` (with scales, see `int8_parts`), or None for `dtype`.
         sinks: each head has one more score in its softmax, which belongs to no token (see `AttentionBackend.sinks`).
         value_dim: values are the first `value_dim` numbers of the keys, and the cache holds keys only (latent attention);
-            None for values of their own.
+            None for separate values.
         sees_ahead: some queries see beyond themselves, see `AttentionBatch.last_key`.
         causal: a token sees no later one. If not, it sees the whole prompt, and there is no cache.
     """
@@ -99,7 +99,7 @@ class AttentionSpec:
 
     @property
     def beyond_kernels(self) -> str | None:
-        """Why a backend that knows nothing but keys, values and a softmax over them cannot do this."""
+        """Why a backend that is causal and knows only keys, values and a softmax over them cannot do this; None if it can."""
         if self.sees_ahead:
             return "its kernels are causal, and pictures of this model see ahead; 'sdpa' and 'reference' can do that"
         if not self.causal:
@@ -127,7 +127,7 @@ class AttentionBatch:
     Attributes:
         query_start_loc: int32 [B + 1]; request `r` owns the tokens `query_start_loc[r] : query_start_loc[r + 1]`.
         seq_lens: int32 [B]; tokens of each request after this step. Its queries are the last ones of them.
-        block_table: int32 [B, max_blocks]; block `j` of a row holds the positions `j * block_size` and on.
+        block_table: int32 [B, max_blocks]; block `j` of a row holds the positions from `j * block_size` on.
         slot_mapping: int64 [T]; where the key and value of each token go: `block * block_size + offset`.
         last_key: int64 [T], the last position that each query sees; None if it is its own.
     """
@@ -151,10 +151,10 @@ class AttentionBatch:
         return np.diff(self.query_start_loc)
 
     def check(self, block_size: int) -> None:
-        """Refuse a batch that does not add up.
+        """Refuse an inconsistent batch.
 
         Raises:
-            ValueError: names the first thing that is wrong.
+            ValueError: the arrays contradict each other; names the first thing that is wrong.
         """
         b, t, lens = len(self.seq_lens), len(self.slot_mapping), np.diff(self.query_start_loc)
         if self.query_start_loc.shape != (b + 1,) or self.query_start_loc[0] != 0 or self.query_start_loc[-1] != t:
@@ -208,7 +208,7 @@ def int8_parts(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     """Views of an int8 cache `[2, num_blocks, block_size, num_kv_heads, head_dim + 4]`: whole numbers
     [2, num_blocks, block_size, num_kv_heads, head_dim], and their scales, float32 [2, num_blocks, num_kv_heads, block_size].
 
-    In the memory of a block the scales lie behind all numbers, so what copies blocks takes them along.
+    In the memory of a block the scales lie after all numbers, so a copy of the block includes them.
     """
     size, heads, wide = kv_cache.shape[2:]
     memory, numbers = kv_cache.flatten(2), size * heads * (wide - INT8_SCALE_BYTES)
@@ -223,7 +223,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 @dataclass
 class Plan:
-    """What a backend works out once a step and group, and uses in every layer of the group.
+    """What a backend works out once per step and group, and uses in every layer of the group.
 
     Attributes:
         spec: of the group's layers.
@@ -250,7 +250,8 @@ class KnownTokens(NamedTuple):
 class FixedDecode(Protocol):
     """A step of up to N requests with one token each, for a CUDA graph: sizes and addresses are fixed, contents are not.
 
-    Made once a step, at the same place in the step's buffer, so that it finds the addresses of the time of the capture.
+    Made once per step, at the same place in the step's buffer, so that its arrays have the addresses that they had when the graph
+    was captured.
     """
 
     def fill(self, batch: AttentionBatch) -> Hashable:
@@ -262,8 +263,8 @@ class FixedDecode(Protocol):
 
         Args:
             token_ids, positions: int64 [N], overwritten like the slots and lengths of the plan.
-            places: int32 [N]: how far a token stands behind the newest of its row; below 0 for one that is planned right.
-            rows: int64 [N], of `tokens`.
+            places: int32 [N]: how far a token stands after the newest of its row; below 0 for one that is planned right.
+            rows: int64 [N], the tokens' rows in `tokens`.
         """
         ...
 
@@ -279,7 +280,7 @@ class AttentionBackend(Module):
         name: what users call it.
         batch_invariant: the result for a token is bit-identical whatever else is in the batch.
         layer_ops, linear_method: names of the `LayerOps` and the `LinearMethod` that go with it.
-        scales: of an fp8 cache.
+        scales: those of an fp8 cache.
         sinks: [num_heads], one more score of each head's softmax, which takes weight and gives nothing (Xiao et al., 2023).
     """
 
@@ -359,7 +360,7 @@ class AttentionBackend(Module):
         Args:
             k, v: [T, num_kv_heads, head_dim]; a latent cache has no place for v, which is left out.
             kv_cache: the layer's cache, changed in place.
-            slot_mapping: int64 [T], one slot a token.
+            slot_mapping: int64 [T], one slot per token.
         """
         if kv_cache.dtype == torch.int8:
             numbers, scales = int8_parts(kv_cache)

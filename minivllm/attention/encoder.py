@@ -15,7 +15,7 @@ from minivllm.attention.sdpa import alike
 
 
 class Rectangle(NamedTuple):
-    """Prompts of similar length. rows: int64 [n, width], their tokens in the step; positions: int64 [n, width]; padded: whether any is."""
+    """Prompts of similar length. rows: int64 [n, width], the rows of their tokens in the step; positions: int64 [n, width]; padded: whether any is."""
 
     rows: Tensor
     positions: Tensor
@@ -48,7 +48,7 @@ class EncoderBackend(AttentionBackend):
     window: int | None = None
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
-        """Nothing that is causal."""
+        """Refuses attention that is causal."""
         return "it keeps no cache, and causal attention reads one" if spec.causal else None
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, device: torch.device) -> EncoderPlan:

@@ -70,7 +70,7 @@ class NumbaCPUBackend(AttentionBackend):
         self.kv_dtype = kv_dtype
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
-        """The kernels want a CPU, float32 or bf16, and sizes that are multiples of 4."""
+        """See `AttentionBackend.unsupported`. The kernels need numba, a CPU, float32 or bf16, and a head and block size that they are built for."""
         if (beyond := spec.beyond_kernels) is not None:
             return beyond
         if device.type != "cpu":
@@ -151,7 +151,7 @@ def _writer(head_dim: int, block_size: int, bits: int, kv_bits: int) -> Kernel:
 
 
 class NumbaCPUInvariantBackend(NumbaCPUBackend):
-    """The same without the tile unit, and it asks the model for matmuls whose rows do not depend on the batch either."""
+    """The same without the tile unit. It asks the model for matmuls whose rows do not depend on the batch either."""
 
     name: ClassVar[str] = "numba_cpu_invariant"
     layer_ops: ClassVar[str] = "torch"

@@ -23,7 +23,7 @@ class DecodeCall:
         rows: int64 [n], token rows of the batch; None if they are all of them, in order.
         slots: int64 [n * width], the cache slots to read, row by row. Padding repeats the row's own last slot.
         mask: bool [n, 1, 1, width], False on the padding; None if there is none.
-        width: keys a row.
+        width: keys per row.
     """
 
     rows: Tensor | None
@@ -117,7 +117,7 @@ class SDPABackend(AttentionBackend):
     name: ClassVar[str] = "sdpa"
 
     def unsupported(self, spec: AttentionSpec, device: torch.device) -> str | None:
-        """A soft cap is the one thing that torch's kernel has no room for."""
+        """It computes whatever is causal, but for a soft cap, which torch's kernel lacks."""
         if not spec.causal:
             return spec.beyond_kernels
         if spec.soft_cap is not None:

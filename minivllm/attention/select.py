@@ -53,7 +53,7 @@ def make_backend(name: str) -> AttentionBackend:
 
     Raises:
         ValueError: no such name.
-        ImportError: what it stands on is not installed.
+        ImportError: a library that it needs is not installed.
     """
     if name not in _BACKENDS:
         raise ValueError(f"no attention backend {name!r}; known: auto, {', '.join(_BACKENDS)}")

@@ -18,13 +18,13 @@ from minivllm.attention.step_buffer import StepBuffer
 
 @dataclass(frozen=True, kw_only=True)
 class MambaSpec:
-    """What one state-space layer keeps of a request; stands beside `AttentionSpec`. vLLM has a class of this name.
+    """What one state-space layer keeps of a request; the counterpart of `AttentionSpec`. vLLM has a class of this name.
 
     Attributes:
         shapes, dtypes: of the parts of a state.
         block_size: tokens between two checkpoints.
         dtype: of the layer's activations.
-        ring: blocks of a request that its states go round in, see `StateRules`.
+        ring: how many blocks of a request its states are written to in turn, see `StateRules`.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -57,7 +57,7 @@ LayerCacheSpec = AttentionSpec | MambaSpec
 
 
 def backend_needs(specs: Iterable[LayerCacheSpec]) -> set[AttentionSpec]:
-    """What an attention backend must be able to do for layers of these specs; for states alone, some attention in their dtype."""
+    """The attention specs that a backend must support for these layers; for states alone, some attention in their dtype."""
     specs = set(specs)
     attention = {spec for spec in specs if isinstance(spec, AttentionSpec)}
     least: dict[str, Any] = {"num_heads": 1, "num_kv_heads": 1, "head_dim": 64, "scale": 1.0, "block_size": 16}
@@ -157,8 +157,8 @@ class StatePlan(Plan):
     """The plan of a group of state-space layers.
 
     Attributes:
-        rows: int64 [D]: tokens that are the only ones of a request that has a state.
-        decodes: these, as sequences.
+        rows: int64 [D]: the decodes, tokens that are the only ones of a request and that start from its state.
+        decodes: the same tokens, as sequences.
         pieces: what follows them, in order.
         sequences: each piece as a sequence.
     """
@@ -171,7 +171,7 @@ class StatePlan(Plan):
 
     @cached_property
     def runs(self) -> list[tuple[Rows, Sequences]]:
-        """What is worked on together: which tokens of the step, and as which sequences."""
+        """The parts of the step that are worked on together: which tokens, and as which sequences."""
         decodes: list[tuple[Rows, Sequences]] = [(self.rows, self.decodes)] if len(self.rows) else []
         return decodes + [(slice(p.start, p.end), s) for p, s in zip(self.pieces, self.sequences, strict=True)]
 
@@ -218,7 +218,7 @@ def ring_pieces(start: int, first: int, end: int, table: np.ndarray, ring: int) 
 
 
 def plan_states(batch: AttentionBatch, spec: MambaSpec, device: torch.device) -> StatePlan:
-    """Plan a step. Slots are not used: a state has a block, and no place in it."""
+    """Plan a step. Slots are not used: a state fills its block from the start, so there is no offset."""
     starts, table, size, ring = batch.query_start_loc, batch.block_table, spec.block_size, spec.ring
     first = batch.seq_lens - batch.query_lens
     number, last = np.arange(len(first)), table.shape[1] - 1

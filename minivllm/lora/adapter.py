@@ -225,7 +225,7 @@ def _pairs(file: Path) -> dict[str, dict[str, TensorRecord]]:
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """The number for a module: of the first pattern that matches the end of its name."""
+    """The number for a module: that of the first pattern that matches the end of its name."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -271,8 +271,8 @@ class AdapterFile:
     """A folder that was checked. Nothing of its weights has been read.
 
     Attributes:
-        spec: of the base model.
-        ranks: of each module that it moves, by name.
+        spec: the base model's.
+        ranks: the rank of each module that it changes, by name.
         digest: see `adapter_digest`.
     """
 
@@ -298,7 +298,7 @@ def check_adapter(path: str | Path, spec: DecoderSpec, max_rank: int) -> Adapter
 
     Args:
         spec: of the base model.
-        max_rank: the largest rank that there is room for.
+        max_rank: the largest rank that fits.
 
     Raises:
         AdapterError: says which file, field or tensor is at fault.
@@ -356,7 +356,7 @@ class Adapter:
 
 
 def _as_loaded(spec: DecoderSpec, module: str, b: Tensor) -> Tensor:
-    """`b`, its rows in the order that those of the base's weight were brought into when it was loaded."""
+    """`b` with its rows reordered as the rows of the base's weight were when it was loaded."""
     name = f"{module}.weight"
     rule = next((rule for rule in spec.unpack if rule.rows and name.endswith(rule.suffix)), None)
     return b if rule is None else rule.parts(b)[rule.suffix]

@@ -52,7 +52,7 @@ class LoRABatch:
     """The slots of the rows that are computed next. Shared by all layers of a model.
 
     Args:
-        max_rows: most rows of a step.
+        max_rows: most rows in a step.
         invariant: a row's result must have the same bits in any batch, so there are no runs.
 
     Attributes:
@@ -61,8 +61,8 @@ class LoRABatch:
         has_runs: whether there may be any.
         order: int64 [max_rows], the rows that have an adapter and are in no run, sorted by slot; the first `used[0]` are valid.
         slots: int64 [max_rows], the slot of each of those.
-        starts: int64 [max_rows + 1]. `order` is cut into groups of one slot and at most `GROUP` rows; here is where each of the `used[1]` groups
-            begins, and then where the last ends.
+        starts: int64 [max_rows + 1]. `order` is cut into groups of one slot and at most `GROUP` rows; these are the places where each of
+            the `used[1]` groups begins, and the end of the last.
         memory: allocates the slots.
         work: on a GPU, what its kernels read, int32 [1 + FEW_ROWS, 2]: the number of pairs, then pairs (row, slot), sorted by slot.
     """
@@ -236,7 +236,8 @@ class LoRALinear(LinearMethod):
         self.put(slot, self.prepare(weights))
 
     def prepare(self, weights: Mapping[str, LoRAWeights]) -> Prepared | None:
-        """An adapter's weights as they will lie in a slot; None for none. Any thread may call it: one that reads does, so that a step need not."""
+        """An adapter's weights as they will lie in a slot; None for no adapter. Any thread may call it; the one that reads adapters
+        does, so that a step need not."""
         if not weights:
             return None
         rank = -(-max(len(new.a) for new in weights.values()) // self._step) * self._step
@@ -277,7 +278,7 @@ class LoRALinear(LinearMethod):
         self._tell(slot)
 
     def _tell(self, slot: int) -> None:
-        """Tell a GPU's kernels of a slot's new ranks."""
+        """Tell a GPU's kernels the new ranks of a slot."""
         if isinstance(self._kernels, _CUDAKernels):
             self._kernels.set_ranks(slot, self._ranks[slot])
 
@@ -449,7 +450,7 @@ class _CUDAKernels:
         return cls(batch, a, b, spans) if fits and a.dtype in (torch.bfloat16, torch.float16) else None
 
     def set_ranks(self, slot: int, ranks: npt.NDArray[np.int64]) -> None:
-        """A slot holds another adapter, or none. What that leaves alone must be zeros, for the grouped matmuls."""
+        """Set the ranks of a slot's parts. The B of those that its adapter leaves alone becomes zeros, for the grouped matmuls."""
         for i in np.flatnonzero(ranks == 0).tolist():
             self._b[slot, :, slice(*self._spans[i])] = 0
         self._ranks[slot] = torch.from_numpy(ranks.astype(np.int32))
@@ -483,7 +484,7 @@ class LoRAModel:
     Args:
         model: loaded.
         max_loras, max_rank: slots, and the largest rank.
-        max_rows: most tokens of a step.
+        max_rows: most tokens in a step.
     """
 
     def __init__(self, model: Decoder, max_loras: int, max_rank: int, max_rows: int) -> None:

@@ -59,7 +59,7 @@ class HubResolver:
     """Adapters of one repository of the Hugging Face hub: `owner/name`, or `owner/name/folder` for one of several in it.
 
     Raises:
-        ValueError: what is given is no `owner/name`.
+        ValueError: the text is not of the form `owner/name`.
     """
 
     def __init__(self, repo: str) -> None:

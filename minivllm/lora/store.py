@@ -1,4 +1,4 @@
-"""Adapters by name, checked at the door, read in a thread, kept in main memory."""
+"""Adapters by name: checked when they are registered, read in a thread, kept in main memory."""
 
 # Generated from nbs/lora/store.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -100,7 +100,7 @@ class AdapterStore:
         self._lock = threading.Lock()
 
     def prefetch(self, key: str, path: str, digest: str) -> Future[None]:
-        """Read an adapter in a thread, unless it is here or being read. What is given back holds no weights."""
+        """Read an adapter in a thread, unless it is here or being read. The future that is returned holds no weights."""
         with self._lock:
             self._files[key] = path, digest
             if key in self._loaded:
@@ -144,7 +144,7 @@ class AdapterStore:
         self.model.set_slot(slot, adapter or self._read(key))
 
     def use(self, slots: npt.NDArray[np.int64]) -> None:
-        """Say which slot each row of what the model computes next has, -1 for none."""
+        """Say which slot each row of the next step uses, -1 for none."""
         self.model.batch.set(slots)
 
     def close(self) -> None:

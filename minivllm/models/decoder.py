@@ -1,4 +1,4 @@
-"""Decoder-only transformer over a paged KV cache, built from a DecoderSpec."""
+"""Decoder: a language model over a paged KV cache, built from a DecoderSpec."""
 
 # Generated from nbs/models/decoder.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -40,7 +40,7 @@ class Media(NamedTuple):
 
 
 class DecoderLayer(Module):
-    """Two blocks, each behind its norm and added to the residual stream; see `LayerSpec`."""
+    """Two blocks, each after its norm and added to the residual stream; see `LayerSpec`."""
 
     capturable = True
 
@@ -53,7 +53,7 @@ class DecoderLayer(Module):
         self.mixer, self.mlp = builder.block(spec.mixer), builder.block(spec.mlp)
 
     def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """The output of the layer before, and the residual stream that it has not been added to yet; returns the same."""
+        """From the output of the layer before, and the residual stream that it has not been added to yet, to the same of this layer."""
         x, residual = self.mixer_norm.add(x, residual)
         x = self.mixer(x, context)
         if self.mixer_post_norm is not None:
@@ -66,10 +66,10 @@ class DecoderLayer(Module):
 
 
 class PostNormLayer(DecoderLayer):
-    """Two blocks, each added to its input and normed then."""
+    """Two blocks, each added to its input, and the sum normed."""
 
     def __call__(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
-        """x, [T, hidden_size], to the same shape; there is no residual stream beside it."""
+        """x, [T, hidden_size], to the same shape; there is no separate residual stream."""
         x = self.mixer_norm(x + self.mixer(x, context))
         return self.mlp_norm(x + self.mlp(x)), None
 
@@ -103,15 +103,15 @@ def layer_kind(spec: LayerSpec) -> type[DecoderLayer]:
 
 
 class Decoder(Module):
-    """A decoder-only language model for inference. Not a `torch.nn.Module`: it has no gradients.
+    """A language model for inference: decoder-only, with states, or an encoder. Not a `torch.nn.Module`: it has no gradients.
 
-    Call `load_weights`, then `bind`, then `forward` once a step. Any part may be replaced in between.
+    Call `load_weights`, then `bind`, then `forward` once per step. Any part may be replaced in between.
 
     Args:
         spec: what to build.
-        backend: attention, and the layout of the cache. Which ops and linear method go with it, it says itself.
-        dtype, device: of weights and activations.
-        linear_method: of the linear layers, see `make_linear_method`; None for what goes with the backend. If it is one of
+        backend: computes attention and knows the layout of the cache. It names the ops and the linear method that go with it.
+        dtype, device: those of weights and activations.
+        linear_method: that of the linear layers, see `make_linear_method`; None for what goes with the backend. If it is one of
             `QUANTIZED`, the output layer gets 8 bits, and embeddings stay as they are.
         kv_dtype: of the cache, see `AttentionSpec`.
         max_model_len: positions that will occur; None for all that the model was meant for.
@@ -268,7 +268,7 @@ class Decoder(Module):
             x: what the first layer reads, [T, hidden_size], overwritten; None for the embeddings of the tokens.
 
         Returns:
-            [T, hidden_size], after the last norm; behind it in each row the streams of the `taps`, hidden_size numbers each.
+            [T, hidden_size], after the last norm; then, in each row, the streams of the `taps`, hidden_size numbers each.
         """
         if self._captured is not None and media is None and x is None:
             hidden = self._captured.run(token_ids, positions, kv_caches, plans)
@@ -434,7 +434,7 @@ class Decoder(Module):
             self._check_tied(torch.equal(head.to(self.dtype), table.to(self.dtype)))
 
     def _checked(self, weights: Iterable[NamedWeight], optional: Container[str]) -> Iterator[NamedWeight]:
-        """The tensors in the form of `weight_shapes`. Raises ValueError for one that is unexpected, of the wrong shape or given twice, and behind
+        """The tensors in the form of `weight_shapes`. Raises ValueError for one that is unexpected, of the wrong shape or given twice, and after
         the last for one that is missing; the `optional` and a tied output layer may be missing."""
         family, shapes, seen = self.spec.family, self.spec.weight_shapes(), set[str]()
         free = {self.spec.names.head} if self.spec.tie_word_embeddings else set[str]()
@@ -457,7 +457,7 @@ class Decoder(Module):
             raise ValueError(f"{family}: the checkpoint lacks {', '.join(missing[:5])}{more}")
 
     def _usable(self, weights: Iterable[NamedWeight]) -> Iterator[NamedWeight]:
-        """Those that `load_weights` reads. Raises ValueError for one of no float dtype, or whose values are not finite in this model's."""
+        """The weights that `load_weights` reads. Raises ValueError for a dtype that is not a float, or values not finite in the model's dtype."""
         limit = torch.finfo(self.dtype).max
         for name, tensor in weights:
             if self.spec.full_name(name) is None:

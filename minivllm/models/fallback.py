@@ -27,10 +27,10 @@ _NAME = "minivllm_paged"
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersSpec(DecoderSpec):
-    """Of a model that transformers computes, but for its attention.
+    """The spec of a model that transformers computes, but for its attention.
 
     Attributes:
-        shapes: of all parameters, by their names in the model.
+        shapes: those of all parameters, by their names in the model.
         config: of transformers.
     """
 
@@ -74,7 +74,7 @@ def model_class(hf_config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def transformers_spec(hf_config: dict[str, Any]) -> TransformersSpec:
-    """What a model is, found by running it without memory.
+    """The spec of a model, found by running it without memory.
 
     Raises:
         ValueError: it cannot be run on a paged cache; names the model, and what it needs.
@@ -132,7 +132,8 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """transformers' interface. query [1, heads, T, D], key and value [1, kv_heads, T, D]; gives [1, T, heads, D].
 
-    minivllm: takes (layer, its spec) while the model is looked at, and then gives attention of a step.
+    minivllm: the callable that handles the call. It takes (layer, its spec) while the model is looked at, and computes a step's
+    attention later.
     """
     if attention_mask is not None or not getattr(module, "is_causal", True) or others.get("position_bias") is not None:
         raise ValueError("its attention is not causal, or is said by a mask")

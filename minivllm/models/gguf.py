@@ -164,7 +164,7 @@ class Family:
 
 
 def gemma3_config(gguf: GGUFFile) -> dict[str, Any]:
-    """What Gemma 3 adds: local layers with a window and a rotation of their own, every sixth layer global."""
+    """What Gemma 3 adds: local layers with a window and another rotation, every sixth layer global."""
     pattern, layers = gguf.get("attention.sliding_window_pattern", 6), gguf.need("block_count")
     local = pattern if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(layers)]
     # Gemma 3 27B alone scales its scores by the width per head instead of the size of a head; llama.cpp knows it by its depth.
@@ -241,7 +241,7 @@ def block_type(name: str) -> str | None:
 
 
 def stored_names(gguf: GGUFFile, keep_blocks: bool) -> dict[str, str]:
-    """From each weight's name in the file to the one in the folder, where blocks that are kept have their type behind it."""
+    """Maps each weight's name in the file to its name in the folder, which ends with the block type if blocks are kept."""
     names = {}
     for name, tensor in gguf.tensors.items():
         if name != ROPE_FACTORS:
@@ -510,7 +510,7 @@ def _add_special_tokens(gguf: GGUFFile, tokenizer: Tokenizer) -> None:
 
 
 def _add_ends(gguf: GGUFFile, tokenizer: Tokenizer, add_bos: bool) -> None:
-    """Put bos in front and eos behind every encoded text, where the file says so."""
+    """Put bos before and eos after every encoded text, where the file says so."""
     ends = [("bos", add_bos), ("eos", gguf.get("tokenizer.ggml.add_eos_token", False))]
     ids = {end: gguf.need(f"tokenizer.ggml.{end}_token_id") for end, wanted in ends if wanted}
     if not ids:

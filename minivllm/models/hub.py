@@ -55,7 +55,7 @@ def cache_dir(download_dir: str | Path | None = None) -> Path:
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """Return `target`; if it is not there, call `build(staging)`, which leaves the new folder at `staging / "result"`.
 
-    A folder that exists is complete: it is built beside its final place and renamed at the end. A lock file makes other
+    A folder that exists is complete: it is built next to its final place and renamed at the end. A lock file makes other
     processes wait and then find the result; the operating system drops the lock when its owner dies, and the next owner
     removes what was left half-built.
     """

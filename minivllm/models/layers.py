@@ -1,4 +1,4 @@
-"""RMS norm of hidden states, and of query and key heads."""
+"""Norms of hidden states, and of query and key heads."""
 
 # Generated from nbs/models/layers.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -154,7 +154,7 @@ def iter_tensors(
 
     Files are memory-mapped and the tensors are views of them: a weight is read from disk when it is used. So copy it at
     once (`target.copy_(tensor)`, which also casts: one pass and no second copy in memory) and never write to it. When the
-    next is asked for, its pages leave this process; who looks at it again reads it again.
+    next is asked for, its pages leave this process; a later look reads it from disk again.
     torch works on one thread meanwhile: copying is bound by memory, and a team of threads for each of hundreds of
     small copies costs seconds when other processes want the cores.
 
@@ -315,7 +315,7 @@ class LoadedModel:
         return self._decoded(dtype)
 
     def mtp_weights(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `weights`, of the layer that drafts tokens; see `DecoderSpec.mtp`.
+        """As `weights`, for the layer that drafts tokens; see `DecoderSpec.mtp`.
 
         Raises:
             ValueError: the model has no such layer, or the checkpoint has left it out.
@@ -370,7 +370,7 @@ class LoadedModel:
         share: Share | None = None,
         stages: int = 1,
     ) -> ModelFacts:
-        """What `EngineArgs.resolve` wants to know, for this block size, dtype, kernel of quantized weights, and cache.
+        """The facts that `EngineArgs.resolve` needs, for this block size, dtype, kernel of quantized weights, and cache.
 
         share: what each rank has of the model, in tensor parallelism; sizes are then those of a rank.
         stages: of a pipeline; the weights are those of the largest.

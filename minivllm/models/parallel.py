@@ -1,4 +1,4 @@
-"""What a rank holds of a layer, and the sums and concatenations that join the parts."""
+"""The part of a layer that a rank holds, and the sums and concatenations that join the parts."""
 
 # Generated from nbs/models/parallel.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -15,12 +15,12 @@ from minivllm.core.config import rank_heads
 
 
 class Piece(NamedTuple):
-    """What a rank has of rows that lie together in a checkpoint's tensor, counted in any unit, such as heads.
+    """A rank's part of rows that lie together in a checkpoint's tensor, counted in any unit, such as heads.
 
     Attributes:
         total: how many there are.
         start, length: the rank's.
-        room: what it has room for; what it lacks is zeros.
+        room: how many it has room for; those beyond `length` are zeros.
     """
 
     total: int
@@ -68,7 +68,7 @@ class Split(NamedTuple):
 
     Attributes:
         by: `outputs` or `inputs`.
-        pieces: of a part that is not cut as one, or not equally.
+        pieces: those of a part that is not cut as one, or not equally.
     """
 
     by: str
@@ -77,11 +77,11 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitBlock:
-    """What a rank computes of a block.
+    """The part of a block that a rank computes.
 
     Attributes:
-        spec: smaller.
-        splits: of its linear layers; of blocks within it, their own `SplitBlock`.
+        spec: a spec of the same kind with smaller numbers.
+        splits: how its linear layers are cut; for each block within it, a `SplitBlock`.
         sizes: what is padded if it does not divide: (how many there are, how many all ranks have).
     """
 
@@ -97,11 +97,11 @@ class SplitBlock:
 
 
 class Stage:
-    """A pipeline stage, seen from one rank: which layers it has, and the ranks before and behind it.
+    """A pipeline stage, seen from one rank: which layers it has, and the ranks of the stages before and after it.
 
     Args:
         layers: numbers of the layers.
-        is_first, is_last: whether there is no stage before it, or behind it.
+        is_first, is_last: whether there is no stage before it, or after it.
         before, behind: ranks in torch.distributed.
     """
 
@@ -118,7 +118,7 @@ class Stage:
         self._sent = dist.isend(both, self.behind), both  # which must live until it has arrived
 
     def receive(self, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """What the stage before has sent. like: `[*, hidden_size]`, of the dtype and device."""
+        """What the stage before has sent. like: `[*, hidden_size]`, with the dtype and device of the results."""
         both = like.new_empty(2, tokens, like.shape[-1])
         dist.recv(both, self.before)
         return both[0], both[1]
@@ -145,7 +145,7 @@ class TensorGroup:
         adder: adds up what it takes; None for nothing.
 
     Attributes:
-        calls, bytes: of all joins so far; bytes of what this rank put in.
+        calls, bytes: the number of joins so far, and the bytes that this rank put in.
     """
 
     def __init__(self, share: Share, group: Any = None, adder: Adder | None = None) -> None:

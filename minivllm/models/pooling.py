@@ -1,4 +1,4 @@
-"""What a model makes of a whole prompt: pooling, heads, and where its files say so."""
+"""Vectors and class scores of a whole prompt: pooling, heads, and the files that describe them."""
 
 # Generated from nbs/models/pooling.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

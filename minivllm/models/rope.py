@@ -252,7 +252,7 @@ def rope_from_parameters(
     Args:
         parameters: the dictionary, flat.
         theta: used if the dictionary has no `rope_theta`.
-        dim: of a head.
+        dim: numbers of a head.
         max_position: the configuration's `max_position_embeddings`.
         original_max_position: the configuration's own field of that name, which has precedence, if it has one.
 

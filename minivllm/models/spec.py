@@ -30,13 +30,13 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One layer as a value: two blocks, each behind a norm and added to the residual stream.
+    """One layer as a value: two blocks, each after a norm and added to the residual stream.
 
     Attributes:
         mixer: parameters of the block in which tokens see each other.
         mlp: parameters of the block in which each token is by itself.
         mixer_norm, mlp_norm: names, after the layer's prefix, of the norms before the blocks; None for none.
-        mixer_post_norm, mlp_post_norm: of the norms after them; None for none.
+        mixer_post_norm, mlp_post_norm: names of the norms after them; None for none.
         parallel: both blocks read the stream as it comes into the layer, and their sum is added to it. Without a
             `mlp_norm` they share the norm.
         residual_scale: factor on what is added to the stream; not together with post norms or `parallel`.
@@ -66,20 +66,20 @@ class LayerSpec:
             raise ValueError(f"a layer cannot have residual_scale={self.residual_scale} and post norms")
 
     def norms(self) -> dict[str, str]:
-        """Of each norm that there is: {attribute: name in a checkpoint}."""
+        """The norms of the layer: {attribute: name in a checkpoint}."""
         names = ("mixer_norm", "mixer_post_norm", "mlp_norm", "mlp_post_norm")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
-    """What a checkpoint calls the tensors outside of the layers; and the prefix of a layer's, `{}` for its number.
+    """Names in a checkpoint of the tensors outside of the layers, and the prefix of a layer's tensors, `{}` for its number.
 
     Attributes:
-        positions: of learned position embeddings; None for none.
+        positions: learned position embeddings; None for none.
         prefix: what names begin with in some checkpoints of a family, and not in others.
-        token_types: of the embeddings that tell a first text from a second; None for none.
-        embedding_norm: of a norm of the embeddings; None for none.
+        token_types: the embeddings that tell a first text from a second; None for none.
+        embedding_norm: a norm of the embeddings; None for none.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -98,7 +98,7 @@ class Unpack:
 
     Attributes:
         suffix: what its name ends with.
-        parts: gives the tensors that it becomes, by what takes the place of the suffix in their names.
+        parts: gives the tensors that it becomes, by the suffixes that replace this one in their names.
         rows: it only reorders the rows (outputs), so the `B` of an adapter must be reordered by it too.
     """
 
@@ -112,13 +112,13 @@ class MTPSpec:
     """A layer that predicts one token more (multi-token prediction, DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
     Attributes:
-        spec: of the layer.
+        spec: the layer's.
         layer: what the names of its tensors begin with in a checkpoint.
         embedding_norm, hidden_norm, fuse, final_norm: names of the other tensors: norms of a token's embedding and of the state that
-            led to it, the matrix [H, 2 H] that makes one of both, the norm behind the layer.
+            led to it, the matrix [H, 2 H] that makes one of both, the norm after the layer.
         count: how many such layers a checkpoint holds.
-        passes_normed: the layer reads what it said before as it is after the final norm; else as it is before.
-        skips_first: the token behind the first place is not read.
+        passes_normed: after its own guess the layer reads its state as it is after the final norm; else as it is before.
+        skips_first: the token after the first place is not read.
     """
 
     spec: LayerSpec
@@ -169,7 +169,7 @@ class DecoderSpec:
         vocab_size, hidden_size: the usual sizes.
         layers: one per layer.
         max_position_embeddings: as the configuration says.
-        norm_eps: of every norm.
+        norm_eps: the epsilon of every norm.
         norm_offset: norms multiply by `1 + weight`, in float32 (Gemma).
         layer_norm, norm_bias: norms are layer norms, with a bias or without; else RMS norms.
         position_offset: rows of the learned position embeddings, if there are any, before that of position 0.

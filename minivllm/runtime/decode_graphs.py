@@ -34,8 +34,8 @@ class DecodeGraphs:
         device: a CUDA device.
         memory_limit: bytes that the recordings may take together; when they have, new keys run without one.
         progress: show a bar that counts them.
-        agree: the largest of a number among the ranks that hold the layers together: they must record, or not, alike, since NCCL
-            may talk to the other ranks when a collective is recorded.
+        agree: gives the largest of a number among the ranks that hold the layers together. All of them must record, or none, since
+            NCCL may talk to the other ranks when a collective is recorded.
 
     Attributes:
         used_bytes: what they take.
@@ -83,7 +83,7 @@ class DecodeGraphs:
         return self.replay(key)
 
     def replay(self, key: Hashable) -> Tensors:
-        """As `run`, of a step that was recorded."""
+        """As `run`, for a step that was recorded."""
         graph, result, _ = self._graphs[key]
         graph.replay()
         return result

@@ -44,8 +44,8 @@ class DeviceDrafts:
     """The tokens of all rows of an `InputBatch` on the device, which appends what it accepts and guesses what comes next.
 
     Attributes:
-        tokens: of each row, all that the device knows, and its guesses at what follows.
-        luck: int32 [rows, longest], for synthetic acceptance: 1 at n if a guess behind n tokens is accepted; None for the exact rule.
+        tokens: all tokens of each row that the device knows, and its guesses at what follows.
+        luck: int32 [rows, longest], for synthetic acceptance: 1 at n if a guess after n tokens is accepted; None for the exact rule.
         current: bool [rows]: whether they are the newest; not so for a row whose last step verified drafts of the host.
     """
 
@@ -81,8 +81,8 @@ class DeviceStep:
     """Arrays of one step, in a `StepBuffer`: room for `padded` tokens, and as many requests.
 
     Attributes:
-        rows: int64 [T], of the tokens.
-        places: int32 [T], how far a token stands behind the newest of its request; `NOT_DRAFTED` if the host knows the tokens.
+        rows: int64 [T], the row of each token.
+        places: int32 [T], how far a token stands after the newest of its request; `NOT_DRAFTED` if the host knows the tokens.
         requests: int32 [B, 3]: the row, the first of the T tokens, how many drafts follow it; -1 for no request.
         chosen: int64 [2, T], if a graph has verified already: the tokens, and the drafts that they were compared with.
     """
@@ -131,7 +131,7 @@ class DeviceStep:
 class SameStep:
     """A step whose graph has chosen the tokens. It can be replayed as it is, since the device moves the tokens by itself.
 
-    key: of the graph. planned: int64 [B], see `planned_lengths`.
+    key: names the graph. planned: int64 [B], see `planned_lengths`.
     """
 
     step: StepInputs

@@ -71,7 +71,7 @@ class Executor(ABC):
     """Executes what the scheduler decides. A subclass says with `_call` how a method of its ranks is called.
 
     Attributes:
-        config: what it runs by.
+        config: the settings that it runs with.
         is_remote: requests must be able to cross to other processes.
         in_step: other processes must decide the same.
     """
@@ -262,7 +262,7 @@ def make_encoder(plan: EnginePlan) -> TowerEncoder | None:
 
 
 def measure_memory(plan: EnginePlan, decoder: Decoder) -> tuple[int, int] | None:
-    """What a GPU has left for the KV cache beside a loaded model and its largest step, and what that step takes, in bytes.
+    """Bytes of a GPU that a loaded model and its largest step leave for the KV cache, and bytes that this step takes.
 
     None if there is nothing to measure: on a CPU, or if the user says how large the cache is.
     """
@@ -272,7 +272,7 @@ def measure_memory(plan: EnginePlan, decoder: Decoder) -> tuple[int, int] | None
     peak = peak_bytes(decoder, config.kv_cache, config.scheduler, config.speculative)
     graphs = 0 if args.enforce_eager else GRAPH_BYTES
     free, _ = torch.cuda.mem_get_info()
-    # `resolve` takes the weights off, but they are loaded
+    # `resolve` subtracts the weights, but they are loaded already
     return free - peak - graphs + config.model.weight_bytes, peak
 
 

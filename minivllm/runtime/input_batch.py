@@ -17,7 +17,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 def round_lengths(lengths: Int64) -> Int64:
-    """The lengths that are planned for sequences of which the device alone knows how long they are: few of them, so that a plan lasts."""
+    """Planned lengths of sequences whose real length only the device knows. They take few different values, so that a plan lasts."""
     return -(-lengths // 64) * 64
 
 
@@ -30,7 +30,7 @@ class BlockTable:
         self.num_blocks = np.zeros(max_num_rows, np.int32)
 
     def append(self, row: int, block_ids: Sequence[int]) -> None:
-        """Add blocks behind those that the row has. Raises IndexError if they are more than the longest request may have."""
+        """Add blocks after those that the row has. Raises IndexError if the longest request may not have so many blocks."""
         start = int(self.num_blocks[row])
         end = start + len(block_ids)
         if end > self.ids.shape[1]:
@@ -51,7 +51,7 @@ class StepLayout:
     """How the tokens of a step lie: the same in the next step, if it has the same requests with the same counts. ``B`` requests, ``T`` tokens.
 
     request_ids: the B requests. rows: int64 [B], their rows. counts: int64 [B], their tokens in this step. starts: int64 [B + 1],
-    where they begin among the T. row_of_token, place: int64 [T], of each token the row, and how far it stands behind the first of its
+    where they begin among the T. row_of_token, place: int64 [T], each token's row, and how far it stands after the first of its
     request. Of the Q queries of the attention: query_rows: int64 [Q]. query_ends: int64 [Q], the last of the T tokens. query_start_loc:
     int32 [Q + 1]. A draft token, and the token before the first, is a query by itself.
     """
@@ -108,7 +108,7 @@ class InputBatch:
     token_ids: int32 [max_num_seqs, max_model_len], all known tokens. num_tokens, num_computed: int64 [max_num_seqs].
     draws: bool [max_num_seqs], False for a request that gets no tokens (it wants a vector, or failed).
     block_tables: one for each KV cache group.
-    awaited: of a request whose tokens another rank samples: (the step, how many draft tokens it verifies).
+    awaited: for a request whose tokens another rank samples: (the step, how many draft tokens it verifies).
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_sizes: Sequence[int]) -> None:
@@ -206,7 +206,7 @@ class InputBatch:
         )
 
     def _write(self, drafts: dict[str, list[int]]) -> None:
-        """Put draft tokens behind the known ones, without counting them."""
+        """Put draft tokens after the known ones, without counting them."""
         for request_id, token_ids in drafts.items():
             row = self.row_of[request_id]
             known = self.num_tokens[row]

@@ -1,4 +1,4 @@
-"""KV connectors, worker side: blocks to and from main memory, and files."""
+"""KV connectors, worker side: blocks to and from main memory, files and the memory of other ranks."""
 
 # Generated from nbs/runtime/kv_connectors.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -47,8 +47,8 @@ class ConnectorWorker(ABC):
 
     Args:
         config: what the user asked for.
-        backend: that the caches were made with.
-        kv_caches: of this rank, one for each place in a group.
+        backend: the one that the caches were made with.
+        kv_caches: this rank's, one for each place in a group.
         group: all ranks, those of other pipeline stages included; None for one.
 
     Attributes:
@@ -73,7 +73,7 @@ class ConnectorWorker(ABC):
         self._threads = functools.cache(lambda: ThreadPoolExecutor(2, "kv-load"))  # made when one is needed
 
     def fetch(self, loads: Loads) -> Any:
-        """In a thread beside the steps: get what is slow to reach, for `load`. Must leave the caches alone."""
+        """Get what is slow to reach, for `load`. Runs in a thread while steps run, and must leave the caches alone."""
         return None
 
     @abstractmethod
@@ -88,7 +88,7 @@ class ConnectorWorker(ABC):
         """Remove what would be left behind, such as files and sockets. No step follows. Twice is no error."""
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> set[int]:
-        """Before the layers run. Returns the blocks that could not be filled, on whatever rank. Begins what is fetched beside the steps."""
+        """Called before the layers run. Returns the blocks that any rank could not fill. Starts the fetches that go on while steps run."""
         for request_id, loads in meta.async_loads.items():
             if request_id not in self._pending:  # else it was said twice, since a step had failed
                 self._pending[request_id] = loads, self._threads().submit(self.fetch, loads)
@@ -99,12 +99,12 @@ class ConnectorWorker(ABC):
         return failed
 
     def wait_for_save(self, meta: KVConnectorMetadata) -> None:
-        """After the layers have run. Saves nothing until the scheduler has heard of every failure."""
+        """Called after the layers have run. Saves nothing until the scheduler has heard of every failure."""
         if meta.saves and self.failures == meta.failures:
             self.save(meta.saves)
 
     def _agree(self, loads: Loads, failed: set[int]) -> set[int]:
-        """What could not be filled on whatever rank."""
+        """The blocks that any rank could not fill."""
         if self.group is None:
             return failed
         bad = self.group.any_of([block in failed for _, block in loads])
@@ -289,8 +289,8 @@ class PeerMemoryWorker(ConnectorWorker):
     """Blocks in the memory of the rank that computed them; see `PeerMemoryConnector`.
 
     The file of a block names a store, which is memory of some rank, and a slot of it. A rank removes the file before it fills the slot
-    anew, and the store's file before it gives the memory back; it writes the file of a new block when that is whole. So who finds both
-    files before and after copying has copied a whole block. A store of a process that has ended counts as gone.
+    anew, and the store's file before it gives the memory back; it writes the file of a new block when that is whole. So a reader that
+    finds both files before and after copying has copied a whole block. A store of a process that has ended counts as gone.
     """
 
     def __init__(self, *args: Any) -> None:

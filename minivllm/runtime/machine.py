@@ -111,7 +111,7 @@ _CPU_BF16 = ("avx512_bf16", "amx_bf16", "arm_bf16", "bf16")
 
 @functools.cache
 def freeze_gc_heap() -> None:
-    """Let the garbage collector pass over all that is there now, modules above all: going through it stops a process for .2 s.
+    """Let the garbage collector pass over all that is there now, modules above all: going through it stops a process for 0.2 s.
 
     Does so once in a process. Later, an engine is among what is there, and must be freed when it is gone.
     """

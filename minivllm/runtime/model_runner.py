@@ -77,7 +77,7 @@ def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 def new_kv_caches(
     backend: AttentionBackend, config: KVCacheConfig, specs: list[LayerCacheSpec], num_blocks: int, device: torch.device
 ) -> list[Tensor]:
-    """Cache tensors of ``num_blocks`` blocks in the backend's layout, one for each place in a group. specs: of the groups."""
+    """Cache tensors of ``num_blocks`` blocks in the backend's layout, one for each place in a group. specs: the groups'."""
     shape, dtype = cache_layout(backend, specs, num_blocks)
     return [zeros_on_demand(shape, dtype, device) for _ in range(config.num_tensors)]
 
@@ -135,7 +135,7 @@ def group_attention_specs(config: KVCacheConfig, layer_specs: list[LayerCacheSpe
 class FutureTokens:
     """The newest token of every row, kept where it was chosen.
 
-    ids: int64 [num_rows + 1], on the device; the last is of no row. The host writes ~row, which is negative, where it does not know the newest token
+    ids: int64 [num_rows + 1], on the device; the last belongs to no row. The host writes ~row, which is negative, where it does not know the newest token
     of a row.
     """
 
@@ -152,7 +152,7 @@ class FutureTokens:
 
 
 def _sampled_places(last: Int64, rows: Int64, drafts: Sequence[Draft]) -> tuple[Int64, Int64]:
-    """The tokens that something is sampled behind, and their rows: the last of each request, and its draft tokens before it."""
+    """The tokens after which something is sampled, and their rows: the last of each request, and as many before it as it has drafts."""
     counts = np.array([len(draft.token_ids) + 1 for draft in drafts])
     ends = np.cumsum(counts)
     return np.repeat(last - ends + 1, counts) + np.arange(ends[-1]), np.repeat(rows, counts)
@@ -327,7 +327,7 @@ class ModelRunner:
         return self._has_weights
 
     def apply_model(self, function: Function | str) -> object:
-        """What a function of the model returns. str: see `pack_function`."""
+        """Call a function with the model, and return its result. A str names the function, see `pack_function`."""
         return unpack_function(function)(self.model)
 
     def execute_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -395,7 +395,7 @@ class ModelRunner:
     def _draft_inputs(
         self, step: StepInputs, chosen: Int64, output: SchedulerOutput, last_and_rows: tuple[Int64, Int64]
     ) -> tuple[list[Draft], tuple[Int64, Int64]]:
-        """What the step is to verify of each request; the tokens that something is sampled behind, and their rows (`last_and_rows` without drafts)."""
+        """What the step is to verify of each request; the tokens after which something is sampled, and their rows (`last_and_rows` without drafts)."""
         guesses, ahead = output.scheduled_spec_decode_tokens, output.drafts_on_device
         names = [step.request_ids[i] for i in chosen]
         if self.drafter is None or self.device_drafts is not None:
@@ -852,9 +852,9 @@ class PendingStep:
         output: what is known of the result.
         drawn: the tokens, or None if there are none or they have been taken.
         verified: waits for the tokens of a step with drafts, and puts them into a result; None as `drawn`.
-        views, rows, places: of the requests that get a token: their views, rows in the `InputBatch` (which can differ from those in the
-            `SamplingState`), and where in the row it belongs.
-        loads: of a recorded step, see `ExpertLoads.take`.
+        views, rows, places: for the requests that get a token, their views, their rows in the `InputBatch` (which can differ from those
+            in the `SamplingState`), and the place in the row where the token belongs.
+        loads: the loads of a recorded step, see `ExpertLoads.take`.
     """
 
     runner: ModelRunner

@@ -33,7 +33,7 @@ def peak_batch(limits: SchedulerConfig, block_size: int) -> AttentionBatch:
 def run_largest_step(
     decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig, speculative: SpeculativeConfig | None = None
 ) -> int:
-    """Run the step of `peak_batch` with random tokens, and sample behind as many of them as a step can. A proposer of the user's own
+    """Run the step of `peak_batch` with random tokens, and sample after as many of them as a step can. A proposer of the user's own
     may give probabilities for all of its draft tokens. Returns the bytes of the step's cache."""
     device, batch = decoder.device, peak_batch(limits, kv.block_size)
     decoder.bind(kv)

@@ -42,7 +42,7 @@ class Pooler:
         return request_id in self.entries
 
     def add(self, request_id: str, params: PoolingParams, num_tokens: int, num_computed: int) -> None:
-        """Expect a request, or expect it back: from the beginning, or from where a swapped one had come to."""
+        """Expect a new request, or a preempted one: it starts again from the beginning or, if it was swapped out, goes on where it was."""
         entry = self.entries.get(request_id)
         if entry is None or entry.done != num_computed:
             self.entries[request_id] = _Entry(params, num_tokens, num_computed)
@@ -55,7 +55,7 @@ class Pooler:
         """Take the hidden states [n, H] of its next n tokens.
 
         Returns:
-            When the prompt is complete: a vector or class scores; of a task for tokens, a list of them.
+            When the prompt is complete: a vector or class scores; for a task on single tokens, a list of them.
         """
         entry = self.entries[request_id]
         first, kind = entry.done == 0, entry.params.pooling_type

@@ -93,6 +93,6 @@ def log_samples(
 
 
 def forget_samples(log: SampleLog, view: RequestView, count: int) -> None:
-    """Drop the records of the first `count` places behind a request's output: they followed draft tokens that were rejected."""
+    """Drop the records of the first `count` places after a request's output: they followed draft tokens that were rejected."""
     for place in range(count):
         log.pop((view.request_id, len(view.output_token_ids) + place), None)

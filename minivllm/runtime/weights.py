@@ -83,7 +83,7 @@ def _give_back_pages(address: int, size: int) -> int:
 
 
 def weight_tensors(model: Decoder) -> list[Tensor]:
-    """The large ones of those that `Decoder.load_weights` fills, as they are kept."""
+    """The large tensors among those that `Decoder.load_weights` fills, as they are kept."""
     if isinstance(model, TransformersDecoder):
         return list(model.model.parameters())
     found = [model.embedding, model.token_types, *([] if model.positions is None else [model.positions])]

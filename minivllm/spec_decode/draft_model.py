@@ -40,7 +40,7 @@ class DraftHost:
 
     @property
     def most(self) -> int:
-        """Draft tokens of a request in a step, at most."""
+        """The most draft tokens of a request in a step."""
         assert self.config.speculative is not None
         return self.config.speculative.num_speculative_tokens
 
@@ -66,7 +66,7 @@ _Span = tuple[int, int, int]
 class _Known:
     computed: int = 0
     hashes: list[int] = field(default_factory=list)  # of the tokens up to the end of each block
-    # computed behind those, and not known to be right
+    # computed after those, and not known to be right
     guesses: Tokens = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
@@ -103,7 +103,7 @@ class DraftCache:
         self._known.pop(request_id, None)
 
     def computed(self, request: DraftRequest) -> int:
-        """How many tokens of a request, from its first on, the layers have keys and values of."""
+        """For how many tokens of a request, from its first on, the layers have keys and values."""
         known, tokens = self._known.get(request.request_id), request.token_ids
         if known is None:
             known = self._known[request.request_id] = _Known()
@@ -117,7 +117,7 @@ class DraftCache:
         return min(known.computed, len(tokens) - self.lead)
 
     def _hash(self, known: _Known, tokens: Tokens, block: int) -> int:
-        """Of all tokens up to the end of a request's block; never 0. (With a lead, its last place depends on one token more, and may
+        """The hash of all tokens up to the end of a request's block; never 0. (With a lead, its last place depends on one token more, and may
         have read that of another request: one key of many in a guess, and not worth a block.)"""
         size, hashes = self.block_size, known.hashes
         for i in range(len(hashes), block + 1):
@@ -141,7 +141,7 @@ class DraftCache:
         ends, begins = np.array([end for _, _, end in spans], np.int32), np.array(starts, np.int32)
         positions = torch.from_numpy(np.concatenate([np.arange(start, end) for _, start, end in spans]))
         plans, slots_of_all = [], np.concatenate(slots)
-        for group, spec in enumerate(self._specs):  # each has separate blocks, behind those of the group before
+        for group, spec in enumerate(self._specs):  # each has separate blocks, after those of the group before
             shift = group * self._stride
             batch = AttentionBatch(begins, ends, tables + np.int32(shift), slots_of_all + shift * size)
             plans.append(spec.planner(self.backend, self.decoder.device)(batch))
@@ -155,7 +155,7 @@ class DraftCache:
             self._stamps[request.blocks[i]] = self._hash(known, request.token_ids, i)
 
     def guess(self, request: DraftRequest, token_ids: Sequence[int]) -> None:
-        """These tokens were computed behind the known ones, and may turn out to be right."""
+        """Note that these tokens were computed after the known ones; they may turn out to be right."""
         known = self._known[request.request_id]
         room = len(request.blocks) * self.block_size - known.computed  # what lies in scratch blocks is lost
         known.guesses = np.array(token_ids[: max(0, room)], np.int64)
@@ -167,13 +167,13 @@ DRAW = np.uint64(0x3C6EF372FE94F82B)  # numbers that are independent of those th
 def choose_guesses(
     logits: Tensor, requests: Sequence[DraftRequest], place: int, argmax: Any
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """A guess behind each request, and the distribution that it was drawn from.
+    """A guess at each request's next token, and the distribution that it was drawn from.
 
     Args:
         logits: float32 [R, V] of the draft model; overwritten.
         requests: R of them.
-        place: how many draft tokens stand before it.
-        argmax: gives the largest of each row, as `LayerOps.argmax`.
+        place: how many draft tokens stand before the guess.
+        argmax: gives the place of the largest number of each row, as `LayerOps.argmax`.
 
     Returns:
         int64 [R], and for each row float32 [V], or None for a greedy request.
@@ -247,7 +247,7 @@ class DraftModelProposer:
         return [Draft(i, None if not q or q[0] is None else torch.stack(q)) for i, q in zip(ids, probs, strict=True)]  # type: ignore[arg-type]
 
     def _begin(self, requests: Sequence[DraftRequest], rooms: list[int]) -> Tensor:
-        """Compute what has not been computed of the requests with room; the hidden state of the newest token of each."""
+        """Compute what is missing of the requests with room. Returns the hidden state of the newest token of each."""
         todo, last = [], {}
         for i, request in enumerate(requests):
             if rooms[i] > 0:
@@ -352,7 +352,7 @@ def _token_texts(file: Path) -> dict[int, str]:
 
 
 def with_drafter(facts: ModelFacts, args: EngineArgs, target: LoadedModel, dtype: str) -> ModelFacts:
-    """What the engine must know of a model with its drafter: the memory of both. As it came without a draft model, heads or layer."""
+    """The facts of a model with its drafter: the memory of both. Unchanged without a draft model, heads or layer."""
     speculative, size = args.speculative, DTYPE_BYTES[dtype]
     if speculative is not None and speculative.method == "mtp":
         layer, block = target.spec.mtp_layer(), args.block_size

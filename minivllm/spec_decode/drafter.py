@@ -34,9 +34,9 @@ logger = logging.getLogger("minivllm.spec_decode")
 
 
 class Acceptance:
-    """The chance that a draft token is right, if those before it were: by request, from what became of its drafts.
+    """By request, the chance that a draft token is right if those before it were, learned from its earlier drafts.
 
-    KEEP: weight of what was known when more is learned. FADE: the same for a step without a draft. PRIOR: how many trials the
+    KEEP: the factor by which older counts are multiplied when a draft is counted. FADE: the same for a step without a draft. PRIOR: how many trials the
     average of all requests counts for.
     """
 
@@ -67,9 +67,9 @@ class Acceptance:
 class StepCost:
     """Seconds of a step by its number of tokens, from the last steps.
 
-    RECENT: how many times are kept for a size; their median counts. STALE: steps after which a time is forgotten. GROWTH: of steps with
-    more tokens than were tried: twice as many cost this much more, by a guess that is low enough for a try. EXACT: a first step of
-    each number of tokens up to here may compile or be captured; of more tokens, of each size.
+    RECENT: how many times are kept for a size; their median counts. STALE: steps after which a time is forgotten. GROWTH: a guess for
+    steps with more tokens than were tried: twice as many cost this share more, little enough for a try. EXACT: the first step
+    of each number of tokens up to this one is not counted, since it may compile or be captured; above, the first of each size.
     """
 
     RECENT, STALE, GROWTH, EXACT = 5, 1000, 0.3, 128
@@ -120,13 +120,13 @@ class StepCost:
 
 
 class DraftLength:
-    """Chooses how many draft tokens a step carries: as many as give the most tokens a second.
+    """Chooses how many draft tokens a step carries: as many as give the most tokens per second.
 
-    A proposer whose time is more than its drafts save is not asked for some steps: for 1, then 3, 7, and at last `LONGEST_PAUSE`, or so
-    many that asking takes the share `ASKING` of the time: text that can be guessed may come at any moment.
+    A proposer that takes more time than its drafts save is not asked for some steps: for 1, then 3, 7, and at most `LONGEST_PAUSE`, or
+    as many as keep its share of the time at `ASKING`. It is asked again because text that can be guessed may come at any moment.
 
     Attributes:
-        cost: of steps; the model runner observes it.
+        cost: what steps cost, from what the model runner observes.
     """
 
     MARGIN = 1.02  # gains below this are noise
@@ -134,7 +134,7 @@ class DraftLength:
 
     def __init__(self) -> None:
         self.cost = StepCost()
-        self._saved = 0.0  # seconds by a step in which the proposer was asked, on average
+        self._saved = 0.0  # seconds saved per step in which the proposer was asked, on average
         self._pause = self._left = 0  # steps: the last pause, and what is left of it
 
     def asks(self, batch_size: int) -> bool:
@@ -150,8 +150,8 @@ class DraftLength:
         """How many tokens of each draft to keep.
 
         Args:
-            chances: of each request, that a draft token is right if those before it were.
-            lengths: of the drafts.
+            chances: for each request, the chance that a draft token is right if those before it were.
+            lengths: tokens of each draft.
             batch_size: requests in the step, those without a draft included.
             seconds: what the proposer took to make them.
         """
@@ -221,8 +221,8 @@ class Drafter:
         length: chooses how many are used; None to use all.
 
     Attributes:
-        problem: what the proposer did wrong; it is not called again then.
-        acceptance: of the requests.
+        problem: what the proposer did wrong; None as long as it is called.
+        acceptance: how often the requests' drafts are right.
         uses_blocks: the proposer wants `DraftRequest.blocks`.
     """
 

@@ -92,7 +92,7 @@ class Eagle3Proposer(EagleProposer):
 
 
 def read_taps(config: dict[str, Any], num_layers: int, where: Any) -> tuple[int, ...]:
-    """The target's layers before which the layer reads the stream: those that the config names, else the authors' choice.
+    """The numbers of the target's layers whose input stream is read: those that the config names, else the authors' choice.
 
     Raises:
         CheckpointError: they are no layers of the target.

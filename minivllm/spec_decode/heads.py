@@ -28,7 +28,7 @@ def read_tensors(folder: LoadedModel) -> dict[str, Tensor]:
 
 
 def take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: Any) -> Tensor:
-    """A tensor out of a checkpoint. Raises ValueError if it is missing, or of another shape."""
+    """Take a tensor out of a checkpoint. Raises ValueError if it is missing, or of another shape."""
     if name not in tensors:
         raise ValueError(f"{where} lacks the tensor {name!r}")
     tensor = tensors.pop(name)
@@ -47,8 +47,8 @@ class MedusaProposer:
 
     Args:
         target: gives the output layer to heads without one.
-        blocks: of each head, weight [H, H] and bias [H] of its residual layers.
-        outputs: of each head [v, H], or None.
+        blocks: for each head, weight [H, H] and bias [H] of its residual layers.
+        outputs: for each head its output layer, [v, H], or None.
         token_map: int64 [v], the tokens that `outputs` know; None for all.
     """
 

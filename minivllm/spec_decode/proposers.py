@@ -46,9 +46,9 @@ class HiddenStates:
     """What the target computed of one request in a step, less what was rejected.
 
     Attributes:
-        request: with all its tokens, at least one behind these places; `most` is 0.
+        request: all its tokens, at least one of them after these places; `most` is 0.
         start: the first place.
-        hidden: [n, hidden_size], after the last norm; behind it in each row the streams of the target's `taps`, if the proposer has
+        hidden: [n, hidden_size], after the last norm; then, in each row, the streams of the target's `taps`, if the proposer has
             set some. Valid during the call.
     """
 
@@ -58,7 +58,7 @@ class HiddenStates:
 
     @property
     def end(self) -> int:
-        """Behind the last place."""
+        """The place after the last one."""
         return self.start + len(self.hidden)
 
 
@@ -93,10 +93,10 @@ class Proposer(Protocol):
 def find_matches(
     text: Tokens, tail: Tokens, longest: int, ends: npt.NDArray[np.intp] | None = None
 ) -> tuple[int, npt.NDArray[np.intp]]:
-    """Where the longest possible end of `tail` stands in `text`, with something behind it.
+    """Where the longest possible end of `tail` stands in `text` with at least one token after it.
 
     Args:
-        ends: where its last token does, if that is known.
+        ends: the places of the last token of `tail`, if they are known.
 
     Returns:
         Its length, 0 to `longest`, and the places of its last token in `text`, in order.
@@ -125,7 +125,7 @@ class NgramProposer:
         return [self.guess(request.token_ids, request.most) for request in requests]
 
     def guess(self, tokens: Tokens, most: int) -> list[int]:
-        """Up to `most` tokens behind `tokens`."""
+        """Up to `most` tokens that may follow `tokens`."""
         size, ends = find_matches(tokens, tokens, self.longest)
         if size < self.shortest:
             return []
@@ -159,13 +159,13 @@ def follow(text: Tokens, ends: npt.NDArray[np.intp], most: int, least_prob: floa
 
 
 class AnswerIndex:
-    """The newest answers behind each other, and where each token stands in them.
+    """The newest answers, one after the other, and where each token stands in them.
 
     Args:
         most: answers that are kept.
 
     Attributes:
-        text: int32, the answers, a -1 behind each.
+        text: int32, the answers, with a -1 after each.
     """
 
     def __init__(self, most: int) -> None:
@@ -195,7 +195,7 @@ class AnswerIndex:
         self.text = np.concatenate(self._answers)
 
     def places(self, last: int, token: int) -> npt.NDArray[np.intp]:
-        """Where the token stands behind `last` in `text`, in order; if nowhere, where it stands at all."""
+        """The places of the token after `last` in `text`, in order; if there are none, all its places."""
         if token not in self._places:
             return np.zeros(0, np.intp)
         places, before = (np.frombuffer(each, np.int64) for each in self._places[token])
@@ -204,9 +204,9 @@ class AnswerIndex:
 
 
 class SuffixProposer:
-    """Follows the majority behind all places of the longest match, in the request's own tokens or in earlier answers.
+    """Follows the majority after all places of the longest match, in the request's own tokens or in earlier answers.
 
-    Of the two drafts that with more tokens that will be right by its estimate is taken. Settings are those of `SpeculativeConfig`.
+    Of the two drafts, the one with the larger estimated number of right tokens is taken. Settings are those of `SpeculativeConfig`.
     The idea is suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), whose trees answer the same questions.
     """
 

@@ -42,10 +42,10 @@ class Verified:
         token_ids: the accepted tokens and one more; fewer if one of them ends the request.
         num_accepted: how many of them were guesses.
         logprobs: a report for each token, or None.
-        error: why it failed, behind the tokens that it got before.
-        odds: if the sampler `explains`, of each guess up to the first that was rejected: its probability in the target's distribution
-            and in the one that it was drawn from (1 for a plain guess), and, if it was rejected, that of the token in its place
-            in what was left (else None).
+        error: why the request failed, after the tokens that it had got.
+        odds: if the sampler `explains`, for each guess up to the first that was rejected: its probability in the target's distribution
+            and in the one that it was drawn from (1 for a plain guess). If it was rejected, also the probability in the residual of
+            the token that took its place (else None).
         device_drafts: the guesses that were verified, if the device has made them.
     """
 
@@ -120,7 +120,7 @@ def _rows_of(batch: SamplingBatch, drafts: Sequence[Draft], at: Sequence[tuple[i
 
 
 def _places(drafts: Sequence[Draft]) -> list[tuple[int, int]]:
-    """(request, place in its draft) of every row of a step, the place behind the draft included."""
+    """(request, place in its draft) of every row of a step, the place after the draft included."""
     return [(i, place) for i, draft in enumerate(drafts) for place in range(len(draft.token_ids) + 1)]
 
 
@@ -160,11 +160,11 @@ class RejectionSampler:
         """Accept a prefix of each draft and choose one more token; all of them are appended to the sampling state.
 
         Args:
-            logits: float32 [sum of (k + 1), V], the rows of each request behind each other: behind its newest token, and behind
-                each of its k draft tokens. They are overwritten.
+            logits: float32 [sum of (k + 1), V], each request's rows together: the one after its newest token, and those
+                after each of its k draft tokens. They are overwritten.
             batch: the requests.
             drafts: one for each request, perhaps an empty one.
-            looks_back: transforms of the engine's own depend on earlier tokens.
+            looks_back: the engine's transforms depend on earlier tokens.
 
         Returns:
             What each request got, in order.
@@ -174,7 +174,8 @@ class RejectionSampler:
     def start(
         self, logits: Tensor, batch: SamplingBatch, drafts: Sequence[Draft], looks_back: bool = False
     ) -> Callable[[], list[Verified]]:
-        """As `verify`, whose result is what this returns called once: that waits for a GPU. Choices that look back are waited for here."""
+        """As `verify`, but returns a function that waits for a GPU and gives the result; call it once. Choices that look back are
+        waited for here."""
         starts = np.cumsum([0, *(len(draft.token_ids) + 1 for draft in drafts)])
         if int(starts[-1]) != len(logits):
             raise ValueError(f"the drafts need {starts[-1]} rows of logits, got {len(logits)}")
@@ -205,7 +206,7 @@ class RejectionSampler:
 
         Args:
             logits: None if the verifier has `chosen` already.
-            drafts: how many there are of each request.
+            drafts: how many each request has.
         """
         results = [Verified([], 0, None if view.params.logprobs is None else []) for view in batch.requests]
         at = _places(drafts)
@@ -300,7 +301,7 @@ class RejectionSampler:
         return token_ids.index_copy(0, where, choose_by_ratio(logits[where], q, x, *chances))
 
     def _by_chance(self, token_ids: Tensor, batch: DraftBatch, rate: float) -> Tensor:
-        """In rows with a draft token, this with a chance of `rate`, else another: the next one of the vocabulary."""
+        """In rows with a draft token, that token with a chance of `rate`, else another: the next one of the vocabulary."""
         u = uniforms(batch.column("seed") ^ np.uint64(self.SYNTHETIC), batch.column("num_output_tokens"))
         forced = np.where(u < rate, batch.draft_ids, (batch.draft_ids + 1) % batch.vocab_size)
         forced[batch.draft_ids == NO_DRAFT] = NO_DRAFT

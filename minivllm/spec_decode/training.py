@@ -22,7 +22,7 @@ class StateCollector:
         self._tokens: dict[str, list[int]] = {}
 
     def read(self, states: Sequence[HiddenStates]) -> None:
-        """Keep what follows what is known of a request."""
+        """Keep the states and tokens that come next in each request."""
         for each in states:
             name = each.request.request_id
             known = self._states.setdefault(name, [])
@@ -43,8 +43,8 @@ def head_pairs(texts: Sequence[tuple[Tensor, Tensor]], num_heads: int) -> tuple[
     """What heads read and must guess.
 
     Args:
-        texts: states [n, H] and tokens [n + 1] of each.
-        num_heads: how many tokens behind the next one are guessed.
+        texts: states [n, H] and tokens [n + 1] of each text.
+        num_heads: how many tokens after the next one are guessed.
 
     Returns:
         States [N, H], and the right tokens int64 [N, num_heads].
@@ -73,7 +73,7 @@ def train_medusa(
     Args:
         texts: see `head_pairs`.
         num_heads: how many.
-        output: the target's output layer, [V, H], where the heads' own begin.
+        output: the target's output layer, [V, H], from which the heads' output layers start.
         epochs, batch_size, learning_rate, weight_decay, seed: of AdamW.
 
     Returns:

@@ -54,11 +54,11 @@ def rotated_last(suffix: str, unit: int, rotated: int) -> Unpack:
 
 
 def read_deepseek(r: ConfigReader, router: RouterSpec, count: int, first_dense: int, bias: bool = False) -> DecoderSpec:
-    """What V2 and V3 have in common.
+    """The spec of V2 and V3, as far as they agree.
 
     Args:
         count, first_dense: experts, and layers without them, if the config does not say.
-        bias: of every MLP but the routed experts.
+        bias: whether every MLP but the routed experts has one.
     """
     attention = read_latent_attention(r)
     size, shared = r.get("moe_intermediate_size", 2048), r.get("n_shared_experts", 1)

@@ -23,10 +23,10 @@ from minivllm.models.spec import (
 def pooler_for(
     r: ConfigReader, pooling: str, before: tuple[HeadLayer, ...] = (), last: HeadLayer | None = None
 ) -> PoolerSpec:
-    """The pooler that the architecture's name promises.
+    """The pooler that the architecture's name implies.
 
     Args:
-        pooling: of vectors, and of texts to classify.
+        pooling: how hidden states are pooled, for vectors and for texts to classify.
         before: layers of a text classifier before the last.
         last: its last layer, with any number of outputs; by default `classifier`.
     """

@@ -95,7 +95,7 @@ def smolvlm(r: ConfigReader) -> DecoderSpec:
 
 @family("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl")
 def qwen2_5_vl(r: ConfigReader) -> DecoderSpec:
-    """Qwen2.5-VL: pictures of any shape, a tower with window attention, and three positions a token (M-RoPE)."""
+    """Qwen2.5-VL: pictures of any shape, a tower with window attention, and three positions per token (M-RoPE)."""
     marks = tuple(f"{kind}_token_id" for kind in ("image", "video", "vision_start", "vision_end", "vision"))
     config = {name: r.get(name) for name in r.config}  # all are read: the reader below checks what is left over
     if "text_config" not in config:  # published files mix the text model's fields with the others

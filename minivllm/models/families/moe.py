@@ -53,7 +53,7 @@ def each_expert(suffix: str, *names: str) -> Unpack:
 def stacked_experts(
     module: str, names: Mapping[str, str] = EXPERT_NAMES, gate_up: str = "gate_up_proj", down: str = "down_proj"
 ) -> tuple[Unpack, Unpack]:
-    """Experts in two tensors of a module, as transformers 5 keeps them in memory and may save them. names: of each one's weights."""
+    """Experts in two tensors of a module, as transformers 5 keeps them in memory and may save them. names: those of each expert's weights."""
     gate, up, out = (f"{names[part]}.weight" for part in ("gate", "up", "down"))
     return each_expert(f"{module}.{gate_up}", gate, up), each_expert(f"{module}.{down}", out)
 
@@ -109,7 +109,7 @@ def qwen_mlps(r: ConfigReader, moe: MoESpec) -> list[MixerSpec]:
 
 @family("Qwen2MoeForCausalLM", "qwen2_moe")
 def qwen2_moe(r: ConfigReader) -> DecoderSpec:
-    """Qwen 1.5 and 2 with experts; a shared expert behind a gate."""
+    """Qwen 1.5 and 2 with experts; a shared expert with a gate."""
     router = RouterSpec(top_k=r.get("num_experts_per_tok", 4), normalize=r.get("norm_topk_prob", False))
     names = {part: f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
     shared = read_mlp(r, intermediate_size=r.get("shared_expert_intermediate_size", 5632), **names)
@@ -162,7 +162,7 @@ def granitemoe(r: ConfigReader) -> DecoderSpec:
 def lying_experts(suffix: str, *names: str) -> tuple[Unpack, ...]:
     """As `each_expert`, for a tensor [E, inputs, outputs] in which the parts alternate, and its bias [E, outputs].
 
-    Or, in the tensor's place, a list of quantized weights [outputs, inputs] under the name with `_blocks` behind it.
+    Or, in the tensor's place, a list of quantized weights [outputs, inputs] under the tensor's name followed by `_blocks`.
     """
 
     def parts(kind: str, stacked: Callable[[Any], Any]) -> Callable[[Tensor], dict[str, Tensor]]:

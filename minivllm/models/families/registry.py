@@ -34,7 +34,7 @@ them. A test refuses a family that is not in its comparison."""
 
 
 class FamilyFacts(NamedTuple):
-    """What a family is. kind: a key of `TESTED`. formats: of checkpoints."""
+    """Facts about a family. kind: a key of `TESTED`. formats: those of its checkpoints."""
 
     about: str
     architectures: tuple[str, ...]

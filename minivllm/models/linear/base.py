@@ -27,7 +27,7 @@ class LinearMethod(Module):
         dims: for each tensor of `weights`, the dimension along which outputs lie and the one along which inputs lie;
             None for a tensor that has no such dimension. Fused parts and shards are slices along them.
         weights: what a checkpoint holds of the layer, by suffix; empty once it was processed into something else.
-        out_dtype: of the results; None for that of the input.
+        out_dtype: dtype of the results; None for that of the input.
     """
 
     dims: ClassVar[Mapping[str, tuple[int | None, int | None]]] = {"weight": (0, 1), "bias": (0, None)}
@@ -60,7 +60,7 @@ class LinearMethod(Module):
         return None
 
     def replaced(self, method: "LinearMethod") -> "LinearMethod":
-        """What the layer has when `method` takes this one's place: `method`, or a wrapper that goes on around it."""
+        """The layer's method after `method` has replaced this one: `method`, or a wrapper that now goes around it."""
         return method
 
     @property

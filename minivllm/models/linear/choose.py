@@ -32,7 +32,7 @@ def explain_linear_method(
 
     Raises:
         ValueError: a quantized method cannot be had on this device, in this dtype, with this backend or this checkpoint.
-        ImportError: it stands on numba, which is not installed.
+        ImportError: it needs numba, which is not installed.
     """
     if checkpoint:
         method = checkpoint.get("quant_method")

@@ -33,7 +33,7 @@ FewRowsKernel = Callable[[int, int, int, int], None]
 
 
 def few_rows_matmul(kernel: FewRowsKernel, x: Tensor, outputs: int, dtype: torch.dtype | None = None) -> Tensor:
-    """x [T, inputs] times the weight of a kernel, [T, outputs]. dtype: of the results, if it is not that of x."""
+    """x [T, inputs] times the weight of a kernel, [T, outputs]. dtype: that of the results, if it is not x's."""
     x = x.contiguous()
     out = x.new_empty(x.shape[0], outputs, dtype=dtype or x.dtype)
     kernel(x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Linear method of a GPU: a kernel of our own for few rows, torch for more."""
+"""Linear method of a GPU: our kernel for few rows, torch for more."""
 
 # Generated from nbs/models/linear/cuda.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -23,7 +23,7 @@ from minivllm.models.linear.grouped import (
 from minivllm.models.linear.scaled import FP8, ScaledWeight, quantize_channels
 
 MOST_ROWS = 64
-"""Up to this many rows a matmul is our kernel's, if `ops.most_rows` of the weight is not less; beyond, torch's."""
+"""Matmuls of up to this many rows use our kernel, or of up to `ops.most_rows` of the weight if that is less; larger ones use torch."""
 QUANTIZED_ROWS = 16
 """The same for a quantized weight."""
 
@@ -65,11 +65,12 @@ class FewRowsLinear(LinearMethod):
 
 
 TILE = 32
-"""Outputs are padded to a multiple of these."""
+"""Outputs are padded to a multiple of this."""
 NIBBLE_AT = {"bfloat16": 3, "float16": 2}
-"""How far to the left the words of a 4-bit weight are turned: four bits are then where a half has them behind the leading one of 16 or 256."""
+"""How many bits the words of a 4-bit weight are rotated to the left: four bits then lie where a 16-bit float has those after the leading 1
+of 16 or 256."""
 BASES = {"bfloat16": (16, 16), "float16": (256, 16)}
-"""What the zero points of 4 bits of two outputs 8 apart are kept with, and subtracted with."""
+"""The offsets of 4-bit numbers in two outputs 8 apart: a zero point z is kept as -(offset + z)."""
 
 
 def whole_zero_points(weight: GroupedWeight) -> Tensor | None:
@@ -88,7 +89,7 @@ def short_scales(scale: Tensor) -> Tensor:
 
 
 def cuda_format(weight: QuantizedWeight, dtype: torch.dtype) -> Any:
-    """The `Format` that a GPU's kernels read a weight in. This is the rule of what they multiply by.
+    """The `Format` that a GPU's kernels read a weight in. It decides which weights they multiply by.
 
     int4 with or without whole zero points, int8 without, and fp8, in groups of 32 or of a multiple of 64 (8 bits: 32), or with a scale for
     each output. Torch writes out all others: code books, other lows, groups of 16.

@@ -19,7 +19,7 @@ Matmul = Callable[[Tensor, Tensor], Tensor]
 
 
 class QuantizedWeight(ABC):
-    """A weight [outputs, inputs] in fewer bits, as a value that stands where a tensor could."""
+    """A weight [outputs, inputs] in fewer bits, as a value that takes the place of a tensor."""
 
     @property
     @abstractmethod
@@ -90,7 +90,7 @@ class RepackedWeight(QuantizedWeight):
         return self.unpacked()[rows]
 
     def joined(self, below: Any) -> None:
-        """None: what is packed is not joined any more."""
+        """None: a packed weight cannot be joined."""
 
     def tensors(self) -> dict[str, Tensor]:
         return {"words": self.words, "scales": self.scales}
@@ -105,7 +105,7 @@ class GroupedWeight(QuantizedWeight):
     """A weight in groups of neighbouring columns that share a scale.
 
     Attributes:
-        q: uint8 [outputs, columns / 2], two numbers of 4 bits a byte, the first one in the low bits; or int8
+        q: uint8 [outputs, columns / 2], two numbers of 4 bits per byte, the first one in the low bits; or int8
             [outputs, columns].
         scale: float32, float16 or bfloat16 [outputs, groups]; `columns / groups` columns share one.
         low: the same shape; added after the multiplication. With it 4 bits are 0 to 15, without -8 to 7.

@@ -84,7 +84,7 @@ def make_linear_method(name: str) -> LinearMethod:
 
     Raises:
         ValueError: no such name.
-        ImportError: what it stands on is not installed.
+        ImportError: a library that it needs is not installed.
     """
     if name not in _METHODS:
         raise ValueError(
@@ -160,7 +160,7 @@ class Linear(Module):
         bias: whether there is one.
         dtype, device: of the weight.
         method: a name that `make_linear_method` knows.
-        out_dtype: in which results are wanted; a method that cannot write it gives the dtype of the input.
+        out_dtype: dtype of the results; a method that cannot write it gives the dtype of the input.
         shard: the part of the layer that this object holds.
         weight: memory to share with another owner (tied embeddings), instead of new memory.
 

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def quantize_rows(weight: Tensor) -> GroupedWeight:
-    """8 bits, one scale a row, symmetric around zero; weight: float32 [outputs, inputs]."""
+    """8 bits, one scale per row, symmetric around zero; weight: float32 [outputs, inputs]."""
     scale = (weight.abs().amax(1, keepdim=True) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
     return GroupedWeight(weight.div(scale).round_().to(torch.int8), scale)
 
@@ -69,7 +69,7 @@ def quantize_groups(weight: Tensor, group: int) -> GroupedWeight:
     stored = pack_nibbles(q.to(torch.uint8).view(outputs, -1))
     if inputs % group == 0:
         return GroupedWeight(stored, scale, low)
-    order = torch.arange(2 * stored.shape[1]).clamp_(max=inputs)  # columns behind the last input belong to none
+    order = torch.arange(2 * stored.shape[1]).clamp_(max=inputs)  # columns after the last input belong to none
     return GroupedWeight(stored, scale, low, order=order, inputs=inputs)
 
 
@@ -205,7 +205,7 @@ class PackedWeight(RepackedWeight):
         if self.bits == 4:
             u = torch.stack((u & 15, u >> 4), 2).flatten(1, 2)  # the low halves are four inputs, the high ones the next
         u = u.transpose(1, 2).reshape(len(self.words) * ITEM, -1)[: self._shape[0], : self.columns]
-        u = F.pad(u, (0, self.columns - u.shape[1]))  # columns behind the last input, which are not kept
+        u = F.pad(u, (0, self.columns - u.shape[1]))  # columns after the last input, which are not kept
         q = pack_nibbles(u) if self.bits == 4 else (u ^ 128).view(torch.int8)
         scale, *low = self.scales.permute(2, 0, 3, 1).flatten(1, 2)[:, : self._shape[0]].unbind()
         codes = None if self.codes is None else self.codes.float()
@@ -337,7 +337,7 @@ class QuantizedLinear(LinearMethod):
 
     Args:
         bits: 8 (a scale for each output) or 4.
-        group: inputs with a scale and a low of their own, for 4 bits.
+        group: inputs that share a scale and a low, for 4 bits.
         tiles: see `QuantizedMatmul`.
 
     Attributes:

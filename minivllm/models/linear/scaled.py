@@ -30,7 +30,7 @@ def scale_of(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ScaledWeight(QuantizedWeight):
-    """A weight of fp8 or int8, and how the activations are rounded that it is multiplied with.
+    """A weight of fp8 or int8, and how the activations that it multiplies are rounded.
 
     Attributes:
         q: float8_e4m3fn or int8 [outputs, inputs].

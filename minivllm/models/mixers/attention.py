@@ -186,7 +186,7 @@ class SelfAttention(Mixer):
         self._scales[part] = scale
 
     def process_weights_after_loading(self) -> None:
-        """See `Mixer`. A scale that is missing is the other one, or 1; a cache of another dtype than fp8 has none."""
+        """See `Mixer`. A missing scale takes the value of the other one, or 1. A cache of another dtype than fp8 has none."""
         if self.kv_dtype == FP8 and self._scales:
             k, v = self._scales.get("k"), self._scales.get("v")
             self.backend = self.backend.scaled(KVScales(k or v or 1.0, v or k or 1.0))

@@ -44,7 +44,7 @@ class MixerSpec(ABC):
         """The linear layers, by the name of the attribute that will hold each."""
 
     def split(self, share: Share) -> SplitBlock:
-        """What a rank computes of the block.
+        """The part of the block that a rank computes.
 
         Raises:
             ValueError: it cannot be split, or not among this many ranks; says why.
@@ -67,7 +67,7 @@ class MixerSpec(ABC):
 
 
 class TokenMixerSpec(MixerSpec):
-    """Of a block in which tokens see each other. What they see of the past lies in a cache.
+    """Parameters of a block in which tokens see each other. What they see of the past lies in a cache.
 
     Attributes:
         rope: the rotation of positions, or None.
@@ -90,7 +90,7 @@ class Builder:
 
     Attributes:
         linear_method: name of the `LinearMethod` of every linear layer that it can be used for; the rest get torch's.
-        kv_dtype: of the cache, see `AttentionSpec`.
+        kv_dtype: the cache's, see `AttentionSpec`.
         norm_offset: see `RMSNorm`.
         layer_norm, norm_bias: norms are layer norms, with a bias or without.
         group: the ranks that hold the layers together; None for one rank.

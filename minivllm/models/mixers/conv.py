@@ -13,7 +13,8 @@ from minivllm.models.mixers.state import StateMixer, StateMixerSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConvSpec(StateMixerSpec):
-    """Parameters of `ShortConv`. channels: numbers of a hidden state; kernel: inputs that the convolution sees; bias: of everything."""
+    """Parameters of `ShortConv`. channels: numbers of a hidden state; kernel: inputs that the convolution sees; bias: whether matmuls and
+    convolution have one."""
 
     channels: int
     kernel: int

@@ -20,7 +20,7 @@ class DeltaNetSpec(StateMixerSpec):
         num_k_heads, num_v_heads: heads of queries and keys, and of values; each of the first serves several of the second.
         k_dim, v_dim: numbers of each.
         kernel: inputs that the convolution sees.
-        eps: of the norm of each head's output.
+        eps: that of the norm of each head's output.
     """
 
     num_k_heads: int

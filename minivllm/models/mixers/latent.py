@@ -25,7 +25,7 @@ class LatentAttentionSpec(TokenMixerSpec):
     Attributes:
         num_heads: query heads.
         rank: numbers of the latent.
-        nope_dim, rope_dim, v_dim: of a head: of a query without and with positions, and of a value.
+        nope_dim, rope_dim, v_dim: numbers of a head: of its query without and with positions, and of its value.
         q_rank: numbers of the compressed vector that queries come from; None for directly from the input.
         rope: the rotation, of `rope_dim` numbers.
         scale: factor on the scores.

@@ -27,7 +27,7 @@ class GatedMLPSpec(MixerSpec):
     Attributes:
         intermediate_size: numbers inside.
         activation: a name in `ACTIVATIONS`.
-        bias: of all three linear layers.
+        bias: whether all three linear layers have one.
         gate, up, down: names of the weights in a checkpoint, after the layer's prefix.
         gate_up: name of the weight that holds gate and up below each other, if the checkpoint has it so.
     """
@@ -129,7 +129,7 @@ class MLP(_Activated):
 
 @dataclass(frozen=True, kw_only=True)
 class ClampedMLPSpec(GatedMLPSpec):
-    """Parameters of `ClampedMLP`. limit: of the gate from above, of the signal on both sides."""
+    """Parameters of `ClampedMLP`. limit: bounds the gate from above, and the signal on both sides."""
 
     activation: str = "quick_gelu"
     limit: float = 7.0

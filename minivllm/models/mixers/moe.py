@@ -25,7 +25,7 @@ class RouterSpec:
     """How a token chooses its experts.
 
     Attributes:
-        top_k: experts of a token.
+        top_k: experts per token.
         score: `softmax` over all experts, or `sigmoid` of each.
         normalize: divide the weights of the chosen by their sum (plus `epsilon`).
         scale: factor on the weights.
@@ -96,8 +96,8 @@ class MoESpec(MixerSpec):
     Attributes:
         num_experts: how many there are.
         router: how a token chooses among them.
-        expert: of each, with `{}` for its number in the names of its weights.
-        shared: of the expert that every token visits, or None.
+        expert: the spec of each expert, with `{}` for its number in the names of its weights.
+        shared: the spec of the expert that every token visits, or None.
         shared_gate: name of the weight of the gate that the shared expert goes through; None for no gate.
         held: (first, count) of the experts that are here, if the others are on other ranks.
     """
@@ -140,7 +140,7 @@ class MoESpec(MixerSpec):
         return SplitBlock(replace(local, **{name: block.spec for name, block in blocks.items()}), blocks)
 
     def linears(self, hidden_size: int) -> dict[str, LinearSpec]:
-        """See `MixerSpec`. Of the router, and of the gate of the shared expert; experts are blocks themselves."""
+        """See `MixerSpec`. The router's, and that of the shared expert's gate; experts are blocks themselves."""
         router = {"router": LinearSpec(hidden_size, {self.router.name: self.num_experts}, self.router.bias)}
         gate = {"shared_gate": LinearSpec(hidden_size, {self.shared_gate: 1})} if self.shared_gate else {}
         return router | gate
@@ -168,7 +168,7 @@ class MoE(Mixer):
         stacked: gate-up [E, 2 n, hidden_size] and down [E, hidden_size, n] of all experts, where one grouped matmul
             computes them; the experts' own weights are views of them. Not used while an expert computes anything else.
         all2all: the ranks, if each sends its part of the tokens to those of their experts; None if a rank computes with all tokens.
-        loads: gets the number of tokens of each expert, int64 [E], of every call; None while no one wants to know.
+        loads: gets the number of tokens of each expert, int64 [E], of every call; None while they are not recorded.
     """
 
     spec: MoESpec

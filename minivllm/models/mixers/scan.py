@@ -172,7 +172,7 @@ def selective_recurrence(
 def selective_chunk(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `selective_recurrence`, for a chunk, in a number of rounds that is the logarithm of its length."""
+    """As `selective_recurrence`, for a chunk. The number of rounds is the logarithm of its length."""
     decay, states = (dt[:, None] * A).exp(), (dt * x)[:, None] * B[..., None]  # [T, N, I]
     states[0] += decay[0] * state
     shift = 1

@@ -111,7 +111,7 @@ class StateMixer(Mixer):
 
 @dataclass(frozen=True, kw_only=True)
 class NoMLPSpec(MixerSpec):
-    """Of a layer that has no MLP."""
+    """The spec in the MLP's place, for a layer that has none."""
 
     def linears(self, hidden_size: int) -> dict[str, Any]:
         return {}

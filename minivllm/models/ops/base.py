@@ -1,4 +1,4 @@
-"""LayerOps: what a layer computes between two matmuls, behind one seam."""
+"""LayerOps: the interface of what a layer computes between two matmuls."""
 
 # Generated from nbs/models/ops/base.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
@@ -23,7 +23,7 @@ class ForwardContext:
         rotations: one for each rotation that the model has, or None for layers without positions.
         kv_caches: one for each tensor of the KV cache configuration; changed in place.
         plans: one for each KV cache group, from the attention backend.
-        positions: int64 [T], of the tokens. Only for what no rotation says: where a step is captured, they are not the step's.
+        positions: int64 [T], of the tokens. Only for layers that need more than a rotation: in a captured step they are not the step's.
     """
 
     rotations: Sequence[Rotation | None]
@@ -43,7 +43,7 @@ class CapturedSteps(Protocol):
 
 
 class AttentionHeads(Protocol):
-    """What `rope_and_cache` asks of a layer. qk_norm: of each query and key head, or None. backend: knows the layout of its cache."""
+    """What `rope_and_cache` needs to know of a layer. qk_norm: norms each query and key head, or None. backend: knows the cache's layout."""
 
     num_heads: int
     head_dim: int
@@ -52,7 +52,7 @@ class AttentionHeads(Protocol):
 
 
 class LayerOps(Module):
-    """What stands between the matmuls of a layer. Chosen once, beside the attention backend; see `make_layer_ops`.
+    """What a layer computes between its matmuls. Chosen once, together with the attention backend; see `make_layer_ops`.
 
     Attributes:
         name: what it is called.
@@ -106,7 +106,7 @@ class LayerOps(Module):
 
     @abstractmethod
     def moe_permute(self, x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of tokens, one for each expert that they visit, sorted by expert, and of one expert by token.
+        """Copies of tokens, one for each expert that they visit, sorted by expert, and within an expert by token.
 
         Args:
             x: [T, size].
@@ -131,7 +131,7 @@ class LayerOps(Module):
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest of each row of logits [R, V], of equals the first: int64 [R]; and whether it is finite: bool [R]."""
+        """The place of the largest number in each row of logits [R, V], the first of equals: int64 [R]; and whether it is finite: bool [R]."""
 
     def capture(self, model: Module, run: Callable[[Tensor, ForwardContext], Tensor]) -> CapturedSteps | None:
         """Steps of `model` to capture and replay, or None if these ops launch nothing that can be captured.

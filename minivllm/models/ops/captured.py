@@ -27,7 +27,7 @@ __all__ = ["MOST_ROWS", "CapturedCPUSteps"]
 
 
 class Arena:
-    """Memory for the tensors of captured steps. What a tensor had is given to another when it is gone, and is never freed."""
+    """Memory for the tensors of captured steps. The memory of a tensor that is gone is given to another one, and never freed."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = {}
@@ -76,7 +76,7 @@ class _OnlyKernels(TorchDispatchMode):
 
 
 MOST_ROWS = 128
-"""Tokens of a step that is captured, at most. For more, Python's share is small."""
+"""The most tokens of a step that is captured. For more, Python's share is small."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The LayerOps of a name: torch, numba on a CPU, numba on a GPU."""
+"""LayerOps by name: torch, numba on a CPU, numba on a GPU."""
 
 # Generated from nbs/models/ops/select.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

@@ -24,7 +24,7 @@ from minivllm.models.mixers.scan import (
 
 
 def _through(step, scan, args: tuple[Any, ...], states: StateView, where: Sequences) -> Tensor:
-    """Read states, hand them to one of two forms of a recurrence behind its arguments, write the new ones."""
+    """Read states, pass them after the arguments to one of two forms of a recurrence, write the new ones."""
     if where.fresh:  # the block holds anything
         before = torch.zeros((len(where.write), *states.shape), dtype=states.dtype, device=where.write.device)
     else:
@@ -51,7 +51,7 @@ class Fixed(NamedTuple):
 
 
 class StateOps(Module):
-    """What stands between the matmuls of a layer that keeps states, see `LayerOps.states`. These are torch's: the ones to read.
+    """What a layer that keeps states computes between its matmuls, see `LayerOps.states`. These are torch's: the ones to read.
 
     Activations [T, ...] are in the model's dtype, as the layer's matmul left them; small weights and states are float32. Every
     recurrence gets the part of the cache that it reads and changes, `states`, and the sequences of the tokens, `where`.

@@ -66,7 +66,7 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_groups(pairs: Tensor) -> Tensor:
-    """128 bytes to eight groups of 32: the low bits of 32 bytes are a group, their high bits the next."""
+    """128 bytes to eight groups of 32: the low bits of 32 bytes are one group, their high bits the next one."""
     return _halves(pairs.unflatten(-1, (4, 32))).flatten(-2)
 
 
@@ -90,7 +90,7 @@ def _q6_k(blocks: Tensor) -> GroupedWeight:
 
 
 NL_CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What 4 bits of IQ4_NL stand for: more numbers near zero than far from it."""
+"""The numbers that 4 bits of IQ4_NL stand for: more of them near zero than far from it."""
 
 BLOCKS: dict[str, tuple[int, Callable[[Tensor], GroupedWeight]]] = {
     "Q8_0": (34, _q8_0),

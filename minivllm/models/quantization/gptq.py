@@ -45,7 +45,7 @@ class WatchedLinear(LinearMethod):
 
 
 _BLOCK = 64
-"""Inputs that are rounded before the rest hears of their errors: few large matmuls instead of many small ones."""
+"""Inputs that are rounded before their errors are applied to the rest: few large matmuls instead of many small ones."""
 
 
 def gptq(weight: Tensor, hessian: Tensor, group: int, damp: float = 0.01) -> GroupedWeight:

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def unnamed_file(size: int) -> int:
-    """The number of a file that lies in memory if the system can do that, and is gone when the last process that has it ends."""
+    """The descriptor of a file that is gone when the last process that has it ends. It lies in memory if the system can do that."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("minivllm-ring")
     else:
@@ -95,7 +95,7 @@ class Frames:
         self.send_bytes(-1, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
     def send_bytes(self, number: int, data: bytes, length: int | None = None) -> None:
-        """A message in whole (number -1), or that it lies in the ring, with nothing behind the head."""
+        """Send a head, and with number -1 the message itself. Any other number says where in the ring the message lies."""
         with self._sending:
             self.sock.sendall(_HEAD.pack(number, len(data) if length is None else length) + data)
 

@@ -86,7 +86,7 @@ class ExternalExecutor(Executor):
             raise
 
     def _load(self, plan: EnginePlan, size: int) -> EngineConfig:
-        """Read the weights; settings that suit the memory of all ranks."""
+        """Read the weights. Returns settings that suit the memory of all ranks."""
         if size > 1:
             same_everywhere("engine arguments", plan.config.args)
         measured = self.worker.load_model(plan.config, plan.machine)

@@ -140,7 +140,7 @@ class Calls(ABC):
         size: number of ranks. All of them answer a first call, number 0, when they are ready.
 
     Attributes:
-        failure: why they have ended, if they did by themselves.
+        failure: why the ranks have ended, if they ended by themselves.
     """
 
     def __init__(self, size: int) -> None:

@@ -45,12 +45,12 @@ class Launch:
     """What a worker is told first.
 
     Attributes:
-        rank, size: its number, and how many workers there are.
+        rank, size: its number, and the number of workers.
         device: `cpu` or `cuda`.
-        folder: the same for all ranks, empty; what is in it belongs to torch. It must stay as long as they: NCCL connects two ranks
+        folder: the same for all ranks, empty; what is in it belongs to torch. It must stay as long as the workers run: NCCL connects two ranks
             when they first have something to tell each other, and does so through a file there.
         log_level: of the root logger.
-        gpu: which one of those that it sees the rank takes; None for the one of its number.
+        gpu: which of the GPUs that it sees the rank takes; None for the one with the rank's number.
         address: where ranks of several machines meet, as torch.distributed reads it; None for a file in `folder`.
     """
 
