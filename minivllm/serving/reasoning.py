@@ -15,7 +15,7 @@ from minivllm.serving.tools import literal
 class ReasoningParser:
     """Divides an answer into thoughts and content: make one for each answer, `push` its text, then `end`.
 
-    A family of one's own is a subclass, made known by `register_reasoning_parser`.
+    For another family, write a subclass and register it with `register_reasoning_parser`.
     ``prompt``: what the answer goes on from. Its last word counts if it is a tag: templates open and close thoughts so.
     """
 

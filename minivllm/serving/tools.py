@@ -107,7 +107,7 @@ def call_rules(form: CallFormat, functions: Sequence[FunctionDefinition], parall
 class ToolParser(ABC):
     """Reads calls in what a model writes, a piece at a time: make one for each answer, `push` its text, then `end`.
 
-    A family of one's own is a subclass with `push` and `end`, made known by `register_tool_parser`. ``names``: functions that
+    For another family, write a subclass with `push` and `end`, and register it with `register_tool_parser`. ``names``: functions that
     may be called. With ``form`` the server can also force calls, and show a model what its chat template cannot show.
     """
 

@@ -97,7 +97,7 @@ def write(head_dim: int, block_size: int, bits: int, kv_bits: int, lanes: int) -
 
     @jit
     def run_of(slots, token, end):
-        """How many tokens, from this one on, are written together."""
+        """How many tokens are written together, from this one on."""
         first = slots[token]
         if first < 0 or first % RUN != 0 or token + RUN > end:
             return 1

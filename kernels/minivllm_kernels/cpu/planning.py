@@ -97,7 +97,7 @@ class CPUAttentionShape:
 
     @property
     def part(self) -> int:
-        """Numbers of the keys, or of the values, of a block and head; as many bytes, scales included, of int8."""
+        """Numbers that the keys, or the values, of one head take in a block; for int8 the bytes, scales included."""
         return (self.head_dim + 4 * (self.kv_bits == INT8)) * self.block_size
 
     @property

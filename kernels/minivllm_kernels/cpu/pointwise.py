@@ -124,7 +124,7 @@ choices; address of how often each expert was chosen; number of experts; address
 
 
 def sort_choices() -> Callable[[Any], None]:
-    """Body of the kernel that sorts choices of experts, of equals the first first."""
+    """Body of the kernel that sorts choices by expert; choices of the same expert keep their order."""
 
     def body(args):
         ids, places = ints_at(args[SORT_IDS], 64), ints_at(args[SORT_PLACES], 64)
@@ -248,7 +248,7 @@ def rotate(head_dim: int, bits: int, lanes: int, eps_bits: int) -> Callable[[Any
 
 
 def first_largest(lanes: int) -> Callable[[Any], None]:
-    """Body of the kernel for the place of the largest number of a row, the first of equals; -1 if none is finite, or one is NaN or plus
+    """Body of the kernel that finds the place of a row's largest number, the first of equals; -1 if none is finite, or one is NaN or plus
     infinity. A row has `lanes` numbers at least."""
     L, PART, INF = lanes, 64 * lanes, np.float32(np.inf)
     LEAST = np.finfo(np.float32).min

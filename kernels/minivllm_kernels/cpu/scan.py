@@ -243,7 +243,7 @@ the output are multiplied with, which lie as the inputs do."""
 
 
 def conv(taps: int, bits: int, lanes: int, gated: int) -> Callable[[Any], None]:
-    """Body of the kernel of a causal convolution of each channel; a SiLU follows, unless it has gates. The parts are channels."""
+    """Body of the kernel for a causal convolution of each channel; without gates a SiLU follows. The parts are channels."""
     K, L, GATED, BEFORE = taps, lanes, gated != 0, taps - 1
     gate = sigmoid(L)
 

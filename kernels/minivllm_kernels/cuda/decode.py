@@ -268,7 +268,7 @@ def loads_of_row(shape: AttentionShape) -> tuple[int, int]:
 
 
 def scale_places(shape: AttentionShape) -> Any:
-    """A device function: where in an int8 cache the scale of a token lies, in words. kv_at: where a block's first row of the KV head does."""
+    """A device function: where an int8 cache has the scale of a token, in words. kv_at: where the KV head's first row in a block lies."""
     BS, MASK, HEAD = shape.block_size, shape.block_size - 1, shape.head_dim // 4
 
     @device

@@ -80,7 +80,7 @@ class Driver:
         return int(function.value or 0)
 
     def allow_shared(self, function: int, size: int, name: str) -> None:
-        """Permit `size` bytes of dynamic shared memory a block: above 48 KB, with what is static, it must be asked for."""
+        """Permit `size` bytes of dynamic shared memory per block. The driver wants this if static and dynamic together exceed 48 KB."""
         code = self.cuda.cuFuncSetAttribute(ctypes.c_void_p(function), 8, size)
         self.check(code, f"reserving {size} bytes of shared memory a block for kernel {name}")
 

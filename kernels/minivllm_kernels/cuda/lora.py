@@ -22,7 +22,7 @@ SHRINK_SIGNATURE = "f32* u32* u32* i32* i32* i32 i32 i32"
 def lora_shrink(dtype: str, features: int) -> CudaKernel:
     """h = x A^T for each row in `work`, with the A of its slot. Grid (ceil(rows / ROWS), parts * room / RANKS).
 
-    What lies beyond the rank of a row's adapter may not be written.
+    Columns of h beyond the rank of a row's adapter are not always written.
     """
     if features % 8:
         raise ValueError(f"features {features}: the kernel takes multiples of 8")

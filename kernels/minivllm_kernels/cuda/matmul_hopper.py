@@ -63,7 +63,7 @@ class MatmulTile:
 
     @property
     def stage_bytes(self) -> int:
-        """64 features of the rows of the weight, then of those of x."""
+        """Bytes of a stage: 64 features of the weight's rows, then of x's rows."""
         return (self.width + MATMUL_ROWS) * SWIZZLE
 
     @property
@@ -289,7 +289,7 @@ MOST_WIDTH, AT_ONCE = 256, 128  # of what a multiprocessor computes, and of one 
 
 @functools.cache
 def choose_tile(size: int, features: int, gated: bool, cc: tuple[int, int], multiprocessors: int) -> MatmulTile | None:
-    """How a matmul with a weight [size, features] is dealt out. None: torch had better do it, or there is no kernel for the card.
+    """How a matmul with a weight [size, features] is dealt out. None if torch is the better choice or the card has no kernel.
 
     Nearly every multiprocessor gets a block, with the fewest that share a row; very many outputs make two for each.
     """

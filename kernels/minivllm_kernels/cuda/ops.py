@@ -162,7 +162,7 @@ def check_cache(kv_cache: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) ->
 
 
 def _head_dim(kv_cache: Tensor) -> int:
-    """Numbers of a head: in a cache of int8, what is left beside its scale."""
+    """Numbers of a head: the last dimension of the cache, in an int8 cache without the 4 bytes of the scale."""
     return kv_cache.shape[4] - (4 if kv_cache.dtype == torch.int8 else 0)
 
 
@@ -237,7 +237,7 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
 
 
 def copy_peer_blocks(address: int, count: int, target: Tensor, pairs: Tensor) -> None:
-    """Copy blocks pairs int64 [n, 2] to a cache, from a cache of `count` blocks like it at an address, perhaps of another GPU's memory."""
+    """Copy blocks pairs int64 [n, 2] to a cache from a cache of the same layout, with `count` blocks, at an address that may be on another GPU."""
     check_cache(target)
     check("pairs", pairs, (None, 2), torch.int64, target.device)
     words = target.stride(1) * target.element_size() // 4
@@ -771,7 +771,7 @@ def _recur(
 
 
 def conv(x: Tensor, weight: Tensor, bias: Tensor, cache: Cache, whose: Whose) -> Tensor:
-    """A causal convolution of each channel; x [T, channels], weight [taps, channels]. All float32, here and in what follows."""
+    """A causal convolution of each channel; x [T, channels], weight [taps, channels]. All float32, here and in the functions below."""
     channels = x.shape[1]
     return _recur(
         scan.conv(len(weight)), -(-channels // scan.THREADS), (x, weight, bias), (channels,), cache, whose, x.shape

@@ -135,7 +135,7 @@ class HopperTile:
 
     @property
     def shared_bytes(self) -> int:
-        """All of it, and what it takes to start at a multiple of 1024."""
+        """Bytes of shared memory per block, with room to start at a multiple of 1024."""
         return self.next_at + 8 + 1024
 
 
@@ -169,7 +169,7 @@ def next_stage(tile: HopperTile) -> Any:
 
 
 def take_next(tile: HopperTile) -> Any:
-    """Device function: the work item after this one, when the scheduling warp has said it."""
+    """Device function: wait until the scheduling warp has named the next work item, and return it."""
     FULL = tile.barriers_at + 8 * (4 * tile.stages + 2)
     EMPTY, NEXT = FULL + 16, tile.next_at
 
@@ -210,7 +210,8 @@ def value_rows(tile: HopperTile) -> Any:
 
 
 def producer(tile: HopperTile) -> Any:
-    """Device function of the warpgroup that copies: warps 0 and 1 bring K, 2 and 3 V; warp 0 also Q, and says what is next."""
+    """Device function of the warpgroup that copies: warps 0 and 1 bring K, 2 and 3 V; warp 0 also brings Q and names the next work
+    item."""
     G, BOX, KEYS, STAGES, PARTS = tile.shape.group, tile.box, tile.keys, tile.stages, tile.parts
     BOXES, PER_BLOCK, PART, TILE = KEYS // BOX, tile.shape.block_size // BOX, tile.kv_part, tile.kv_bytes
     BOX_SHIFT, BLOCK_SHIFT = BOX.bit_length() - 1, PER_BLOCK.bit_length() - 1  # tokens of a box, boxes of a block

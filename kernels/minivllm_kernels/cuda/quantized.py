@@ -103,7 +103,7 @@ def _twice(half: int) -> int:
 
 
 def _read_int4(dtype: str) -> Any:
-    """Four bits become the first ones behind the leading one of 16 or 256; what is too much is taken off the sums."""
+    """Put four bits into the fraction of 16 or 256, which gives 16 or 256 plus the number. The surplus is subtracted from the sums."""
     words, text, shifts = _CODES[dtype][1:], "mov.b32 s, $4;", [0]
     for i in range(4):
         at, magic = words[i % 2]
@@ -124,7 +124,7 @@ def _read_int4(dtype: str) -> Any:
 
 
 def _read_fp8(dtype: str) -> Any:
-    """Sign, exponent and fraction go where they are in `dtype`; the exponent is too small then."""
+    """Move sign, exponent and fraction to their places in `dtype`. The exponent is then too small, see `FP8_UP`."""
     WIDE = dtype == "float16"
     text = ""
     for i in range(2):
@@ -148,7 +148,7 @@ def _read_fp8(dtype: str) -> Any:
 
 
 def _read_int8(dtype: str) -> Any:
-    """Each byte becomes the last bits of 2 ** 23."""
+    """Put each byte, as 0 to 255, into the last bits of the float32 2 ** 23, and subtract 2 ** 23 + 128."""
     name, half = _CODES[dtype][0], half_ops(dtype)
     text = "mov.b32 f, 0x4B000000;"
     for i in range(4):
@@ -181,7 +181,7 @@ def _fma(dtype: str) -> Any:
 
 @functools.cache
 def decoder(format: Format) -> tuple[Any, Any, Any]:
-    """Device functions: the words of 16 inputs as matrix A of an mma; what is to be added to two outputs' numbers; and their scales."""
+    """Device functions: the words of 16 inputs as matrix A of an mma; the numbers that correct two outputs' weights; and their scales."""
     INT4, ZEROS, HALF_SCALE = format.kind == "int4", format.zeros, format.scale != "float32"
     FIRST, SECOND = (_twice(0x8000 + magic + (8 << at)) for at, magic in _CODES[format.dtype][1:])
     ops = half_ops(format.scale) if HALF_SCALE else None
@@ -228,14 +228,14 @@ class Tiling:
         return f"{self.tiles}x{self.warps}_d{self.depth}_b{self.blocks}"
 
     def grid(self, outputs: int, multiprocessors: int) -> int:
-        """Blocks to launch: at most `blocks` for each multiprocessor; with fewer, one would have more tiles."""
+        """Blocks to launch, at most `blocks` per multiprocessor: the fewest that leave no block with more turns."""
         groups = -(-outputs // (16 * self.tiles))
         return -(-groups // -(-groups // (multiprocessors * self.blocks)))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kernel is built of: sizes, in words where nothing else is said."""
+    """What a kernel is built for, and the sizes that follow."""
 
     format: Format
     rows: int
@@ -304,7 +304,8 @@ COLUMN = 20
 
 
 def _load_words(count: int, pieces: int, first: int, apart: int) -> Any:
-    """A device function: `pieces` times `count` words of shared memory, the first `first` bytes behind base + offset, each `apart` on."""
+    """A device function: load `pieces` pieces of `count` words from shared memory, the first at byte `first` after base + offset, the others
+    `apart` bytes further each."""
     total, vector = count * pieces, {1: "", 2: "v2.", 4: "v4."}[count]
     text = f"{{ .reg .b32 a; add.s32 a, ${total}, ${total + 1};"
     for piece in range(pieces):
@@ -321,7 +322,7 @@ def _load_words(count: int, pieces: int, first: int, apart: int) -> Any:
 
 
 def _copy_pieces(size: int, places: list[tuple[int, int]]) -> Any:
-    """A device function: start copying pieces of `size` bytes; places: bytes behind a pointer, and behind base + offset."""
+    """A device function: start copying pieces of `size` bytes. places: for each, its distance in bytes from the pointer and from base + offset."""
     cache = "cg.shared.global.L2::128B" if size == 16 else "ca.shared.global"
     text = " ".join(f"cp.async.{cache} [a+{to}], [$2+{at}], {size};" for at, to in places)
 
@@ -337,7 +338,7 @@ def _copy_pieces(size: int, places: list[tuple[int, int]]) -> Any:
 def _load_x(first: int) -> Any:
     @instruction(f"ld.global.v4.u32 {{$0,$1,$2,$3}}, [$4+{first}];", "u32 u32 u32 u32", "ptr", effect=True)
     def load(pointer, index):
-        """Four words, the first `first` bytes behind pointer[index]."""
+        """Four words, the first at byte `first` after pointer[index]."""
         return tuple(pointer[index + first // 4 + i] for i in range(4))
 
     return load
@@ -429,7 +430,7 @@ def _prefill(plan: Plan, begins: list[Any], advance: Any) -> Any:
 
 
 def _step(plan: Plan, s: int, begins: list[Any], advance: Any, multiply: Any) -> Any:
-    """A device function: step `s` of a unit. While it is multiplied, the next x is loaded and the copy to the slot before goes out."""
+    """A device function: step `s` of a unit. While it is multiplied, the next x is loaded and a copy into the previous slot is started."""
     format, MT, UB = plan.format, plan.tiling.tiles, plan.unit
     SLOTS = plan.scales * MT * format.scale_words
     LAST, FIRST, GROUPED, KEPT, SEEN = s == UB - 1, s == 0, format.groups > 1, 4 * MT, plan.blocks * format.step // 8

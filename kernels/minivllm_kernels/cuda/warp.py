@@ -238,8 +238,9 @@ def _unpack_int8(at: int) -> Any:
 
     @instruction(f"{{ .reg .b32 s, a, m; mov.b32 m, 0xBF80BF80; {text} fma.rn.bf16x2 $0, s, m, a; }}", "u32", "u32")
     def unpack(word):
-        """A word of two bfloat16 from the two int8 in a half of a word: seven bits become the last ones of 128 to 255, and the sign makes
-        128 or 256, which is taken away."""
+        """A word of two bfloat16 from the two int8 in a half of a word.
+
+        The low seven bits become the fraction of a number from 128 to 255; then 128 is subtracted, or 256 if the sign bit is set."""
         low, high = np.array([int(word) >> 8 * at & 0xFFFF], np.uint16).view(np.int8)
         return pack_bf16(np.float32(low), np.float32(high))
 

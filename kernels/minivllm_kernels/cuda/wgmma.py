@@ -86,7 +86,7 @@ def wgmma_text(dtype: str, n: int, b_steps: Sequence[int], a_steps: Sequence[int
     """PTX of a chain of wgmma, one for each 16 of the sum's index, as one group.
 
     With `a_steps`, A lies in shared memory and the chain starts from zero; without, A is in registers (four words a
-    step), the chain adds to what is there, and B is read across. The steps move the descriptors.
+    step), the chain adds to the existing sums, and B is read across. The steps move the descriptors.
     """
     count, kind = n // 2, {"bfloat16": "bf16", "float16": "f16"}[dtype]
     first = count if a_steps is not None else 2 * count + 4 * len(b_steps)  # operand number of the first descriptor
@@ -187,7 +187,7 @@ after = ptx("{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; SPIN: @p nanosleep.u
 def tensor_map(
     address: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> bytes:
-    """A tensor map, 128 bytes: what TMA must know of an array in global memory and of the box that it copies.
+    """A tensor map, 128 bytes: it tells TMA the layout of an array in global memory and the box to copy.
 
     Args:
         address: of the array, a multiple of 16.

@@ -119,7 +119,8 @@ row. The work items are rows."""
 
 
 def take_columns(bits: int) -> Callable[[Any], None]:
-    """Body of the kernel that writes each row in the order of columns. A column of no input, marked by their number, is zero."""
+    """Body of the kernel that brings the inputs of each row into the order of the columns. A column whose entry is the number of inputs
+    has no input and becomes zero."""
 
     def body(args):
         x, out, order = floats_at(args[TAKE_X], bits), floats_at(args[TAKE_OUT], bits), ints_at(args[TAKE_ORDER], 64)
