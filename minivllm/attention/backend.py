@@ -30,11 +30,11 @@ class AttentionSpec:
         head_dim: size of one head.
         scale: factor on the scores before the softmax, usually `head_dim ** -0.5`.
         block_size: tokens per KV block.
-        dtype: of queries, keys, values and the result.
+        dtype: that of queries, keys, values and the result.
         sliding_window: a query sees itself and the `sliding_window - 1` tokens before it; None for all of them.
         chunk: a query sees the tokens of its own chunk of `chunk` positions only (chunked local attention).
         soft_cap: scores become `soft_cap * tanh(score / soft_cap)` before the softmax (Gemma 2).
-        kv_dtype: of keys and values in the cache: `FP8`, `torch.int8` (with scales, see `int8_parts`), or None for `dtype`.
+        kv_dtype: that of keys and values in the cache: `FP8`, `torch.int8` (with scales, see `int8_parts`), or None for `dtype`.
         sinks: each head has one more score in its softmax, which belongs to no token (see `AttentionBackend.sinks`).
         value_dim: values are the first `value_dim` numbers of the keys, and the cache holds keys only (latent attention);
             None for separate values.
@@ -87,7 +87,7 @@ class AttentionSpec:
     def planner(
         self, backend: "AttentionBackend", device: torch.device, buffer: StepBuffer | None = None
     ) -> "Callable[[AttentionBatch], Plan]":
-        """What plans the steps of a group of such layers; with a `buffer`, into it."""
+        """The function that plans the steps of a group of such layers; with a `buffer`, its arrays go there."""
         if buffer is None:
             return partial(backend.plan, spec=self, device=device)
         return partial(backend.plan_into, spec=self, buffer=buffer)
@@ -178,7 +178,7 @@ class AttentionBatch:
 
 
 class KVScales(NamedTuple):
-    """What the numbers of one layer's fp8 cache are multiplied by to get keys and values."""
+    """The factors that turn the numbers of one layer's fp8 cache into keys and values."""
 
     k: float = 1.0
     v: float = 1.0
@@ -226,7 +226,7 @@ class Plan:
     """What a backend works out once per step and group, and uses in every layer of the group.
 
     Attributes:
-        spec: of the group's layers.
+        spec: that of the group's layers.
         slot_mapping: int64 [T] on the device of the cache.
     """
 
@@ -318,7 +318,7 @@ class AttentionBackend(Module):
         Args:
             q: [T, num_heads, head_dim]; prefill chunks and single decode tokens alike.
             kv_cache: the layer's cache; the step's own keys and values have been written.
-            plan: of this step, from this backend.
+            plan: this step's, from this backend.
 
         Returns:
             [T, num_heads, head_dim] in the dtype of `q`. Slots past the end of a request are never read into it.
@@ -378,7 +378,7 @@ class AttentionBackend(Module):
         """Copy whole blocks, between two caches (swapping) or within one. All are read before any is written.
 
         Args:
-            src_cache, dst_cache: of one layer, in this backend's layout; may be the same tensor, or on two devices.
+            src_cache, dst_cache: caches of one layer in this backend's layout; may be the same tensor, or on two devices.
             pairs: (block in `src_cache`, block in `dst_cache`).
 
         Raises:

@@ -55,7 +55,7 @@ class NumbaCPUBackend(AttentionBackend):
     """Attention by numba kernels that read the pages where they lie.
 
     Args:
-        kv_dtype: of the cache, if the model asks for none: torch.float32 or torch.bfloat16; None for the model's own.
+        kv_dtype: the cache's, if the model asks for none: torch.float32 or torch.bfloat16; None for the model's own.
     """
 
     name: ClassVar[str] = "numba_cpu"

@@ -21,9 +21,9 @@ class MambaSpec:
     """What one state-space layer keeps of a request; the counterpart of `AttentionSpec`. vLLM has a class of this name.
 
     Attributes:
-        shapes, dtypes: of the parts of a state.
+        shapes, dtypes: those of the parts of a state.
         block_size: tokens between two checkpoints.
-        dtype: of the layer's activations.
+        dtype: that of the layer's activations.
         ring: how many blocks of a request its states are written to in turn, see `StateRules`.
     """
 

@@ -297,7 +297,7 @@ def check_adapter(path: str | Path, spec: DecoderSpec, max_rank: int) -> Adapter
     """Check an adapter's folder against a base model.
 
     Args:
-        spec: of the base model.
+        spec: the base model's.
         max_rank: the largest rank that fits.
 
     Raises:
@@ -335,7 +335,7 @@ def check_adapter(path: str | Path, spec: DecoderSpec, max_rank: int) -> Adapter
 
 @dataclass(frozen=True)
 class LoRAWeights:
-    """What one module adds: `x @ a.T @ b.T`. `b` holds the scale already, and its rows lie as those of the loaded weight.
+    """The weights of one module's adapter, which adds `x @ a.T @ b.T`. `b` is scaled already, and its rows are in the loaded weight's order.
 
     Attributes:
         a: [rank, inputs].

@@ -148,7 +148,7 @@ RANKS = 8
 
 
 def _of_base(name: str) -> Any:
-    """What a layer says of its weight is what the base method says."""
+    """A property that reads and sets the base method's attribute of this name."""
 
     def get(self: Any) -> Any:
         return getattr(self.base, name)
@@ -283,7 +283,7 @@ class LoRALinear(LinearMethod):
             self._kernels.set_ranks(slot, self._ranks[slot])
 
     def _cut(self, part: str, new: LoRAWeights) -> tuple[Tensor, Tensor]:
-        """What this rank multiplies with: the columns of A for its inputs, or the rows of B for its outputs."""
+        """This rank's part: the columns of A for its inputs, or the rows of B for its outputs."""
         if self._share is None:
             return new.a, new.b
         if self._share.by == "inputs":

@@ -29,7 +29,7 @@ class AdapterRegistry:
     """The adapters that an engine knows. Any thread may ask.
 
     Args:
-        spec: of the base model.
+        spec: the base model's.
         max_rank: largest rank.
     """
 
@@ -84,7 +84,7 @@ class AdapterStore:
     Args:
         model: the slots.
         spec, max_rank: see `check_adapter`.
-        dtype: of the model.
+        dtype: the model's.
         max_cpu_loras: adapters kept in main memory; the least recently used one is evicted first.
     """
 

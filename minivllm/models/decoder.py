@@ -113,7 +113,7 @@ class Decoder(Module):
         dtype, device: those of weights and activations.
         linear_method: that of the linear layers, see `make_linear_method`; None for what goes with the backend. If it is one of
             `QUANTIZED`, the output layer gets 8 bits, and embeddings stay as they are.
-        kv_dtype: of the cache, see `AttentionSpec`.
+        kv_dtype: the cache's, see `AttentionSpec`.
         max_model_len: positions that will occur; None for all that the model was meant for.
         stage: the layers that this rank has; None for all. The first stage has the embeddings, the last the output layer.
         group: the ranks that hold the layers together; None for one rank. If there are any, every kernel is launched by itself on a CPU: the ranks
@@ -161,7 +161,7 @@ class Decoder(Module):
         self._captured: CapturedSteps | None = None
 
     def builder(self) -> Builder:
-        """What parts of the model are built with."""
+        """The builder of the model's parts."""
         names = ("hidden_size", "norm_eps", "norm_offset", "layer_norm", "norm_bias")
         return Builder(
             **{name: getattr(self.spec, name) for name in names},
@@ -175,7 +175,7 @@ class Decoder(Module):
         )
 
     def _make_pooling(self, builder: Builder) -> None:
-        """What encoders and classifiers have besides their layers, and learned positions."""
+        """Make what encoders and classifiers have besides their layers, and learned positions."""
         spec, how = self.spec, dict[str, Any](dtype=self.dtype, device=self.device)
         rows = spec.max_position_embeddings + spec.position_offset
         self.positions = torch.empty(rows, spec.hidden_size, **how) if spec.names.positions else None
@@ -211,7 +211,7 @@ class Decoder(Module):
         return self._captured
 
     def attention_specs(self, block_size: int) -> list[LayerCacheSpec]:
-        """What each layer asks of the attention backend, of this rank."""
+        """What each layer of this rank asks of the attention backend."""
         share = None if self.group is None else self.group.share
         return self.spec.attention_specs(block_size, self.dtype, self.kv_dtype, share)
 
@@ -299,7 +299,7 @@ class Decoder(Module):
     def embed(
         self, token_ids: Tensor, positions: Tensor, out: Tensor | None = None, media: Media | None = None
     ) -> Tensor:
-        """What the first layer reads, [T, hidden_size], of token ids and positions, int64 [T]; written to `out` if given."""
+        """The first layer's input, [T, hidden_size], for token ids and positions, int64 [T]; written to `out` if given."""
         kinds = None
         if len(self.token_types):
             kinds, token_ids = token_ids // self.spec.vocab_size, token_ids % self.spec.vocab_size
@@ -357,7 +357,7 @@ class Decoder(Module):
         return torch.where(alive, token_ids, -1)
 
     def _rows(self, tensor: Tensor) -> Tensor:
-        """What this rank has of a tensor with a row for each token."""
+        """This rank's rows of a tensor with a row for each token of the vocabulary."""
         return tensor if self.group is None else tensor.narrow(0, *self.group.share.rows(len(tensor)))
 
     def targets(self) -> Iterator[tuple[str, Callable[[Any], None]]]:

@@ -31,7 +31,7 @@ class TransformersSpec(DecoderSpec):
 
     Attributes:
         shapes: those of all parameters, by their names in the model.
-        config: of transformers.
+        config: the config object of transformers.
     """
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()

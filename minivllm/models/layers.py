@@ -17,10 +17,10 @@ class RMSNorm(Module):
     """`x / rms(x) * weight` (Zhang and Sennrich, 2019), by the ops of the model.
 
     Args:
-        size: of the last dimension.
+        size: size of the last dimension.
         eps: added to the mean square.
         ops: that compute it.
-        dtype, device: of the activations.
+        dtype, device: those of the activations.
         offset: checkpoints hold `weight - 1` (Gemma). The weight is then float32, and so is the multiplication by it.
     """
 

@@ -238,7 +238,7 @@ class LoadedModel:
         generation_config: its `generation_config.json`, with the end tokens of `config.json` if it names none itself.
         records: the tensors of the checkpoint, in the file's order; empty for dummy weights.
         load_format: `safetensors` or `dummy`.
-        seed: of dummy weights.
+        seed: seed of dummy weights.
         model_impl: see `EngineArgs.model_impl`.
         quantization: the `quantization_config` of `config.json`; empty for a checkpoint that is not quantized.
     """
@@ -373,7 +373,7 @@ class LoadedModel:
         """The facts that `EngineArgs.resolve` needs, for this block size, dtype, kernel of quantized weights, and cache.
 
         share: what each rank has of the model, in tensor parallelism; sizes are then those of a rank.
-        stages: of a pipeline; the weights are those of the largest.
+        stages: how many a pipeline has; the weights are those of the largest stage.
         """
         spec, size = self.spec, DTYPE_BYTES[dtype]
         number, scale = KV_CACHE_DTYPES[kv_cache_dtype] or (size, 0)

@@ -38,7 +38,7 @@ class PoolerSpec:
         head: layers from a pooled hidden state to class scores; none in a model that gives vectors.
         per_token: the head is for single tokens, not for a prompt.
         labels: names of the classes.
-        activation: of class scores, see `PoolingFacts`.
+        activation: applied to class scores, see `PoolingFacts`.
     """
 
     pooling_type: str = "mean"
@@ -177,7 +177,7 @@ def pooling_facts(
     """What the engine needs to know, and the longest text that the model was trained for, if the folder says so.
 
     Args:
-        pooler: of the model's spec; None for a model that predicts tokens.
+        pooler: that of the model's spec; None for a model that predicts tokens.
         config, folder: the model's.
         runner, given: what the user said, see `EngineArgs.runner` and `EngineArgs.pooler_config`.
 

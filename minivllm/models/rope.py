@@ -110,7 +110,7 @@ def _yarn(spec: RopeSpec) -> Tensor:
 def inverse_frequencies(spec: RopeSpec, max_positions: int | None = None) -> Tensor:
     """Angle per position of each pair of dimensions, float32 [dim / 2] (`dynamic`: of positions below `max_position`).
 
-    max_positions: of the longest sequence that will occur, by which `longrope` has its factors; None for any.
+    max_positions: length of the longest sequence that will occur, which decides the factors of `longrope`; None for any.
     """
     if spec.kind == "longrope":
         short = (max_positions or spec.max_length) <= spec.original_max_position
@@ -145,8 +145,8 @@ class Rope(Module):
 
     Args:
         spec: which rotation.
-        device: of positions and results.
-        max_positions: of the longest sequence, and of `table`; None for those that the rotation was meant for.
+        device: that of positions and results.
+        max_positions: length of the longest sequence, and rows of `table`; None for what the rotation was meant for.
     """
 
     capturable = True
@@ -173,7 +173,7 @@ class Rope(Module):
 
         Args:
             positions: int64 [T], or [3, T] with `RopeSpec.sections`.
-            dtype: of the result; the angles are float32 whatever it is.
+            dtype: that of the result; the angles are float32 whatever it is.
 
         Returns:
             cos and sin, each [T, 1, dim]; the first half of sin is negated.
@@ -199,9 +199,9 @@ class Rotation:
     """A rotation of the tokens of one step: positions, and what rotates them, worked out when it is first asked for.
 
     Args:
-        rope: of the layers.
+        rope: the layers' `Rope`.
         positions: int64 [T], or [3, T] (see `Rope`).
-        dtype: of queries and keys.
+        dtype: that of queries and keys.
     """
 
     rope: Rope

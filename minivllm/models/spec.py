@@ -138,7 +138,7 @@ class MediaSpec:
 
     Attributes:
         config: the whole Hugging Face config.
-        token_id: of the placeholders that the embeddings of a picture or clip replace.
+        token_id: id of the placeholders that the embeddings of a picture or clip replace.
         modality: `image` or `audio`.
         whole: a picture's tokens see each other in both directions, so they must be computed in one step.
     """
@@ -153,7 +153,7 @@ NamedWeight = tuple[str, Tensor | QuantizedWeight]
 
 
 def _rows(rule: Unpack, weight: QuantizedWeight) -> dict[str, QuantizedWeight]:
-    """What a rule does to a tensor's rows, done to those of a quantized weight: it is applied to their numbers."""
+    """Apply a rule that takes or reorders a tensor's rows to a quantized weight, by applying it to the rows' numbers."""
     parts = rule.parts(torch.arange(weight.shape[0])[:, None])
     if not all(rows.dim() == 2 and rows.shape[1] == 1 for rows in parts.values()):
         raise ValueError("it is quantized, and cannot be turned")
@@ -177,8 +177,8 @@ class DecoderSpec:
         logits_soft_cap: `cap * tanh(x / cap)` on logits; None for none.
         embedding_scale: factor on the embeddings.
         tie_word_embeddings: the output layer is the embedding.
-        names: of the checkpoint's tensors outside of the layers.
-        unpack: of its tensors that have another form than `weight_shapes` says.
+        names: names of the checkpoint's tensors outside of the layers.
+        unpack: rules for its tensors that have another form than `weight_shapes` says.
         media: the encoder and its placeholders; None for a model of text alone.
         rename: from a checkpoint's name of a tensor to ours, None for one that is not the decoder's; None if they are equal.
         token_types: rows of the token type embeddings. A token of type t has the id `t * vocab_size + id`.
@@ -237,7 +237,7 @@ class DecoderSpec:
         return [layer.mixer.split(share).spec for layer in self.layers]
 
     def padding(self, share: Share) -> str:
-        """What is padded by zeros for ranks to have equal parts, and how much that adds to it; empty for nothing."""
+        """In words, what is padded with zeros so that ranks have equal parts, and how much that adds; empty for nothing."""
         found: dict[str, tuple[int, int]] = {}
         for layer in self.layers:
             found |= layer.mixer.split(share).padded() | layer.mlp.split(share).padded()
@@ -251,11 +251,11 @@ class DecoderSpec:
     def attention_specs(
         self, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, share: Share | None = None
     ) -> list[LayerCacheSpec]:
-        """What each layer asks of the attention backend. kv_dtype: see `AttentionSpec`. share: of one rank."""
+        """What each layer asks of the attention backend. kv_dtype: see `AttentionSpec`. share: then that of one rank."""
         return [mixer.attention_spec(block_size, dtype, kv_dtype) for mixer in self._mixers(share)]
 
     def kv_cache_specs(self, block_size: int, dtype_bytes: int = 4, share: Share | None = None) -> list[KVCacheSpec]:
-        """What each layer asks of the KV cache manager. `dtype_bytes` is the size of one stored number. share: of one rank."""
+        """What each layer asks of the KV cache manager. `dtype_bytes` is the size of one stored number. share: then that of one rank."""
         return [mixer.kv_cache_spec(block_size, dtype_bytes) for mixer in self._mixers(share)]
 
     def stage_shapes(self, layers: range, share: Share | None = None) -> dict[str, tuple[int, ...]]:
@@ -478,7 +478,7 @@ def read_rope(
 ) -> RopeSpec:
     """The rotation, from `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta` (before).
 
-    part: of a head that is rotated, in a family where that may be less than all, if the config has no such field.
+    part: share of a head that is rotated if the config has no such field, in a family where it may be less than all.
     default: parameters if the config has neither of the first two.
     """
     parameters, old = r.get("rope_parameters"), r.get("rope_scaling")
@@ -503,7 +503,7 @@ def read_common(
 
     Args:
         tied, eps: if the config has no such field.
-        eps_name: of the field with the norms' epsilon; None if the family has none.
+        eps_name: name of the field with the norms' epsilon; None if the family has none.
     """
     return {
         "family": r.family,

@@ -24,7 +24,7 @@ from minivllm.spec_decode.rejection import Draft, RejectionSampler
 
 
 def host_drafts_reason(config: EngineConfig, specs: Sequence[LayerCacheSpec]) -> str | None:
-    """Why the host must make the drafts of an engine, or None if the device can. specs: of the KV cache groups."""
+    """Why the host must make the drafts of an engine, or None if the device can. specs: those of the KV cache groups."""
     args = config.args
     full = (isinstance(spec, AttentionSpec) and spec.sliding_window is None and spec.chunk is None for spec in specs)
     reasons = {

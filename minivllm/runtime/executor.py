@@ -120,7 +120,7 @@ class Executor(ABC):
 
         Args:
             timeout: seconds to wait; None for no limit.
-            args, kwargs: of the method.
+            args, kwargs: the method's arguments.
             non_block: return a future of the results.
 
         Raises:
@@ -142,7 +142,7 @@ class Executor(ABC):
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What is going to be loaded, decided and checked. ``decoder``: the model, if it has been loaded already."""
+    """The checked decisions on what is going to be loaded. ``decoder``: the model, if it has been loaded already."""
 
     config: EngineConfig
     model: LoadedModel
@@ -171,7 +171,7 @@ def read_model(args: EngineArgs) -> LoadedModel:
 def load_tokenizer(config: EngineConfig, eos_token_ids: Sequence[int]) -> tuple[Any, GrammarCompiler | None]:
     """The tokenizer and what compiles grammars with it; None for both with ``skip_tokenizer_init``.
 
-    ``eos_token_ids``: of the model, besides the tokenizer's own. Raises ValueError if there is no tokenizer.
+    ``eos_token_ids``: the model's, besides the tokenizer's own. Raises ValueError if there is no tokenizer.
     """
     args = config.args
     if args.skip_tokenizer_init:

@@ -166,7 +166,7 @@ class ModelRunner:
     """Executes scheduler outputs on one device.
 
     ``model``: loaded and not yet bound to a cache. ``backend``: the one that the model was built with.
-    ``transforms``: of the logits of every request, besides each request's own. ``grammar``: compiles structured outputs; without
+    ``transforms``: applied to the logits of every request, besides each request's own. ``grammar``: compiles structured outputs; without
     it such requests fail. ``encoder``: of media; None for a model of text alone.
     """
 
@@ -395,7 +395,7 @@ class ModelRunner:
     def _draft_inputs(
         self, step: StepInputs, chosen: Int64, output: SchedulerOutput, last_and_rows: tuple[Int64, Int64]
     ) -> tuple[list[Draft], tuple[Int64, Int64]]:
-        """What the step is to verify of each request; the tokens after which something is sampled, and their rows (`last_and_rows` without drafts)."""
+        """The draft that the step verifies for each request; the tokens after which something is sampled, and their rows (`last_and_rows` without drafts)."""
         guesses, ahead = output.scheduled_spec_decode_tokens, output.drafts_on_device
         names = [step.request_ids[i] for i in chosen]
         if self.drafter is None or self.device_drafts is not None:
@@ -638,7 +638,7 @@ class ModelRunner:
         return self._capture_problem is None
 
     def get_sampler(self) -> Sampler:
-        """What chooses the tokens, for those who show how."""
+        """The sampler, for code that shows how it chooses."""
         return self.sampler
 
     def _sample(
@@ -695,7 +695,7 @@ class ModelRunner:
         return hidden if hidden.shape[1] == size else hidden[:, :size].contiguous()
 
     def _hidden_states(self, step: StepInputs, hidden: Tensor) -> list[HiddenStates]:
-        """What a proposer reads: of requests that go on, the states of all places whose next token is certain."""
+        """The states that a proposer reads: for requests that go on, those of all places whose next token is certain."""
         states = []
         for i, name in enumerate(step.request_ids):
             row, start = step.rows[i], int(step.starts[i])
@@ -705,7 +705,7 @@ class ModelRunner:
         return states
 
     def _draft_request(self, request_id: str, newest: int) -> DraftRequest | None:
-        """What a proposer is told of a request; None if it ends, or may not have two more tokens."""
+        """A request as a proposer sees it; None if it ends, or may not have two more tokens."""
         view, row = self.sampling.requests[request_id], self.batch.row_of[request_id]
         known, longest = int(self.batch.num_tokens[row]), self.config.scheduler.max_model_len
         left = longest - known

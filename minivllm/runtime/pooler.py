@@ -28,7 +28,7 @@ class Pooler:
 
     Args:
         head: from hidden states [R, H] to class scores [R, labels]; None in a model that gives vectors.
-        activation: of the scores, see `PoolingFacts`.
+        activation: applied to the scores, see `PoolingFacts`.
 
     Attributes:
         entries: {request id: what is known of it}.

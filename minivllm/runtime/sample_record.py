@@ -31,7 +31,7 @@ class SampleRecord:
         params: the request's.
         prompt_token_ids: its prompt.
         output_token_ids: what it had sampled before.
-        seed: of its random numbers.
+        seed: seed of its random numbers.
     """
 
     logits: npt.NDArray[np.float32]

@@ -30,8 +30,8 @@ class DraftHost:
 
     Attributes:
         target: the model, with its weights.
-        backend: of attention.
-        config: of the engine.
+        backend: the attention backend.
+        config: the engine's.
     """
 
     target: Decoder
@@ -79,7 +79,7 @@ class DraftCache:
         lead: tokens that a layer reads ahead of its place.
 
     Attributes:
-        tensors: of the layers.
+        tensors: the layers' cache tensors.
     """
 
     def __init__(self, decoder: Decoder, host: DraftHost, lead: int = 0) -> None:

@@ -112,7 +112,7 @@ class StepCost:
         return int(self.size(tokens)) in self._times
 
     def seconds(self, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-        """What steps of these numbers of tokens take."""
+        """Estimated seconds of steps with these numbers of tokens."""
         sizes = sorted(self._times)
         known = np.maximum.accumulate([median(self._times[size]) for size in sizes])
         further = np.maximum(0, np.asarray(tokens) / sizes[-1] - 1)

@@ -221,11 +221,11 @@ class EagleProposer(DraftModelProposer):
         return self.decoder.forward(token_ids, positions, self.cache.tensors, plans, x=x)
 
     def _features(self, hidden: Tensor) -> Tensor:
-        """What the layer reads of `HiddenStates.hidden`, [T, H]."""
+        """The features that the layer reads, [T, H], from `HiddenStates.hidden`."""
         return hidden
 
     def _inputs(self, token_ids: Tensor, positions: Tensor, features: Tensor) -> Tensor:
-        """What the layer reads of tokens int64 [T], and of states [T, H]."""
+        """The layer's input for tokens int64 [T] and states [T, H]."""
         return functional.linear(self._pairs(token_ids, positions, features), *self.fuse)
 
     def _pairs(self, token_ids: Tensor, positions: Tensor, features: Tensor) -> Tensor:

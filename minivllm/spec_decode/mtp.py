@@ -20,7 +20,7 @@ class MTPProposer(EagleProposer):
         host: the target, and what it runs by.
         decoder: the layer, without embedding and output.
         fuse: weight [H, 2 H], from normed embedding and state to what the layer reads.
-        norms: of embeddings and of states.
+        norms: the norm of embeddings and that of states.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class DraftRequest:
         num_prompt_tokens: how many of them are the prompt.
         most: draft tokens that the next step can use, at least 1.
         params: its sampling parameters.
-        seed: of its random numbers.
+        seed: seed of its random numbers.
         blocks: int32, the KV blocks of its tokens, for a proposer that `uses_blocks`; else none.
     """
 

@@ -80,7 +80,7 @@ class DraftBatch(SamplingBatch):
 
     offsets: int64 [R], how many draft tokens stand before the row. draft_ids: int64 [R], the token that is to be tested in the row,
     or NO_DRAFT. draft_probs: the distribution that it was drawn from, float32 [V], or None; one for each row.
-    verifier: of drafts that the device has made; `compared` brings their `draft_ids`.
+    verifier: verifies drafts that the device has made; `compared` brings their `draft_ids`.
     """
 
     offsets: Array = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -128,7 +128,7 @@ def choose_by_ratio(logits: Tensor, q: Tensor, x: Tensor, test: Tensor, u: Tenso
     """x with a chance of p(x) / q(x), else a token drawn from what p has more than q (Leviathan 2023, Chen 2023).
 
     Args:
-        logits: of p, float32 [R, V].
+        logits: those of p, float32 [R, V].
         q: float32 [R, V], what x was drawn from.
         x: int64 [R].
         test, u: float64 [R] in [0, 1), for the acceptance and for the other token.

@@ -40,7 +40,7 @@ class StateCollector:
 
 
 def head_pairs(texts: Sequence[tuple[Tensor, Tensor]], num_heads: int) -> tuple[Tensor, Tensor]:
-    """What heads read and must guess.
+    """The states that heads read, and the tokens that they must guess.
 
     Args:
         texts: states [n, H] and tokens [n + 1] of each text.
@@ -74,7 +74,7 @@ def train_medusa(
         texts: see `head_pairs`.
         num_heads: how many.
         output: the target's output layer, [V, H], from which the heads' output layers start.
-        epochs, batch_size, learning_rate, weight_decay, seed: of AdamW.
+        epochs, batch_size, learning_rate, weight_decay, seed: settings of the training with AdamW.
 
     Returns:
         The tensors by vLLM's names, as `save_medusa` writes them.

@@ -191,12 +191,12 @@ def granite(r: ConfigReader) -> DecoderSpec:
 def read_layer_norm(
     r: ConfigReader, name: str | None = "layer_norm_eps", *, bias: bool = True, tied: bool = False
 ) -> dict[str, Any]:
-    """As `read_common`, for a model with layer norms. name: of the field with their epsilon; None for none."""
+    """As `read_common`, for a model with layer norms. name: name of the field with their epsilon; None for none."""
     return read_common(r, eps=1e-5, eps_name=name, tied=tied) | {"layer_norm": True, "norm_bias": bias}
 
 
 def read_cohere(r: ConfigReader, **fields: Any) -> tuple[dict[str, Any], LayerSpec]:
-    """What Cohere's models have in common, and a layer."""
+    """The common fields of Cohere's models, and a layer."""
     r.only("use_qk_norm", False)
     for name in ("use_parallel_block", "use_gated_activation", "use_embedding_sharing", "use_parallel_embedding"):
         r.only(name, True, *([False] if name == "use_parallel_embedding" else []))  # the last is about training

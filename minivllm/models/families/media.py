@@ -47,7 +47,7 @@ def surrounded(r: ConfigReader, *fields: str, token: str, modality: str = "image
     """The spec of the text model, told what surrounds it.
 
     Args:
-        fields: of the configuration that the encoder reads, besides `vision_config` or `audio_config`.
+        fields: those of the configuration that the encoder reads, besides `vision_config` or `audio_config`.
         token: the configuration's name for the id of a placeholder.
         modality: what the encoder reads.
         whole: a picture's tokens see each other in both directions.

@@ -73,7 +73,7 @@ def read_experts(
     """Experts with the usual names.
 
     Args:
-        count: of them, if the config has no such field.
+        count: how many, if the config has no such field.
         size: numbers inside each.
         field: what the family's configs call their number. Other spellings, which some tools write, must agree with it.
         fields: more of `MoESpec`.

@@ -29,7 +29,7 @@ TESTED = {
     "pictures": "log-probabilities and greedy tokens, with 0, 1 and 3 pictures or clips",
     "pooling": "hidden states, pooled vectors and class scores",
 }
-"""What of each kind of family is compared with transformers, in ragged batches with chunked prompts, prefix hits and preemption where the kind has
+"""For each kind of family, what is compared with transformers, in ragged batches with chunked prompts, prefix hits and preemption where the kind has
 them. A test refuses a family that is not in its comparison."""
 
 

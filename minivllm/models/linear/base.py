@@ -80,7 +80,7 @@ class LinearMethod(Module):
 
     @property
     def memory(self) -> Tensor | None:
-        """What `apply` reads of the weight, in whatever order, if that is one tensor."""
+        """The weight as `apply` reads it, in whatever order; None if that is not one tensor."""
         return self.weights.get("weight")
 
 

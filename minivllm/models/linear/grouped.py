@@ -51,7 +51,7 @@ class QuantizedWeight(ABC):
         return matmul(x, self.dequantize().to(x.dtype))
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it keeps in memory."""
+        """The tensors that it keeps in memory."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
@@ -112,7 +112,7 @@ class GroupedWeight(QuantizedWeight):
         codes: float32 [16], the numbers that 4 bits stand for; None if they stand for themselves. Goes without `low`.
         order: int64 [columns], the input that each column belongs to; None for input i at column i. `inputs` marks a
             column that belongs to none, whose input is zero (see `narrow`).
-        inputs: of the weight; None for as many as columns.
+        inputs: how many the weight has; None for as many as columns.
     """
 
     q: Tensor
@@ -246,7 +246,7 @@ class StoredLinear(LinearMethod):
 
     Args:
         parts: outputs of each part of the layer.
-        matmul: of torch, for what is written out.
+        matmul: torch's, for weights that are written out.
 
     Attributes:
         loaded: the weight of each part, [outputs, inputs]: quantized, or a tensor.

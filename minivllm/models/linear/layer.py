@@ -140,7 +140,7 @@ class Shard(NamedTuple):
         return found
 
     def cut(self, part: str, tensor: Tensor, dim: int) -> Tensor:
-        """What this rank has of a tensor of a part, whose dimension `dim` is the one that is cut; zeros where it lacks some."""
+        """This rank's share of a part's tensor, cut along dimension `dim`; zeros where it lacks some."""
         found = []
         for start, length, room in self.of(part, tensor.shape[dim]):
             found.append(tensor.narrow(dim, start, length))
@@ -158,7 +158,7 @@ class Linear(Module):
         in_features: columns of the weight.
         parts: outputs of each part, by its name in a checkpoint, in order.
         bias: whether there is one.
-        dtype, device: of the weight.
+        dtype, device: those of the weight.
         method: a name that `make_linear_method` knows.
         out_dtype: dtype of the results; a method that cannot write it gives the dtype of the input.
         shard: the part of the layer that this object holds.
@@ -330,7 +330,7 @@ class RowParallelLinear(Linear):
 
 
 class GatheredLinear(Linear):
-    """A shard by outputs, whose ranks lay their results side by side. group: the ranks. outputs: of the whole layer."""
+    """A shard by outputs, whose ranks lay their results side by side. group: the ranks. outputs: those of the whole layer."""
 
     capturable = True
 

@@ -29,8 +29,8 @@ class LatentAttentionSpec(TokenMixerSpec):
         q_rank: numbers of the compressed vector that queries come from; None for directly from the input.
         rope: the rotation, of `rope_dim` numbers.
         scale: factor on the scores.
-        bias: of the matmuls that compress, and of the output.
-        eps: of the norms of compressed vectors.
+        bias: whether the matmuls that compress, and the output, have one.
+        eps: that of the norms of compressed vectors.
     """
 
     num_heads: int

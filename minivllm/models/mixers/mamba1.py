@@ -21,8 +21,8 @@ class Mamba1Spec(StateMixerSpec):
         channels: numbers that have a state; state_size: numbers of each state.
         rank: numbers from which the step sizes are made.
         kernel: inputs that the convolution sees.
-        bias, conv_bias: of the first and the last matmul, and of the convolution.
-        norm_eps: of norms of the step size, B and C (Jamba); None for no norms.
+        bias, conv_bias: whether the first and the last matmul, and the convolution, have one.
+        norm_eps: that of the norms of the step size, B and C (Jamba); None for no norms.
     """
 
     channels: int

@@ -20,11 +20,11 @@ class Mamba2Spec(StateMixerSpec):
 
     Attributes:
         num_heads, head_dim: heads of the recurrence, and numbers of each.
-        num_groups: of heads that share B and C.
+        num_groups: groups of heads that share B and C.
         state_size: numbers of B and C.
         kernel: inputs that the convolution sees.
-        bias, conv_bias: of both matmuls, and of the convolution.
-        eps: of the norm of the gated output, each group by itself.
+        bias, conv_bias: whether both matmuls, and the convolution, have one.
+        eps: that of the norm of the gated output, which norms each group by itself.
         dt_limit: bounds of the step sizes.
     """
 

@@ -34,7 +34,7 @@ class RouterSpec:
         bias: the scores have a bias of the matmul.
         on_input: the weights are factors on what the experts read, not on what they give.
         float32: the matmul is float32, whatever the model is.
-        name: of the weight in a checkpoint, after the layer's prefix.
+        name: name of the weight in a checkpoint, after the layer's prefix.
         correction: name of a vector that is added to the scores for the choice, and not for the weights; None for none.
     """
 
@@ -212,7 +212,7 @@ class MoE(Mixer):
     def _visit(
         self, x: Tensor, weights: Tensor, ids: Tensor, gate: Tensor | None, table: Tensor | None = None
     ) -> Tensor:
-        """What tokens [T, hidden_size] get from experts that are here and from the shared one; of a `table`, see `_exchange`, from all."""
+        """The outputs of the experts that are here, and of the shared one, for tokens [T, hidden_size]; with a `table` (see `_exchange`), of all experts."""
         first, here = self.spec.held or (0, self.spec.num_experts)
         first = first if table is None else 0
         order = (ids - first) % self.spec.num_experts if first else ids  # the experts that are here come first
@@ -249,7 +249,7 @@ class MoE(Mixer):
         return out
 
     def _dispatched(self, x: Tensor, weights: Tensor, ids: Tensor, gate: Tensor | None) -> Tensor:
-        """What tokens [T, hidden_size] get, of which each rank sends every `size`-th to its experts."""
+        """The outputs for tokens [T, hidden_size]; each rank sends every `size`-th token to its experts."""
         assert self.all2all is not None
         rank, size = self.all2all.share[:2]
         by_rank = torch.arange(len(x), device=x.device)[:, None] % size * self.spec.num_experts + ids

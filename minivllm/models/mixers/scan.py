@@ -69,7 +69,7 @@ CHUNK = 64
 
 
 def decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left at token t of what token s added, [H, T, T], 0 for s > t; and of the state before, [H, T].
+    """The share of what token s added that is left at token t, [H, T, T], 0 for s > t; and that of the state before, [H, T].
 
     log_decay: [T, H], logarithm of each token's factor.
     """

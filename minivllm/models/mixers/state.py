@@ -22,7 +22,7 @@ class StateMixerSpec(TokenMixerSpec):
     """Parameters of a `StateMixer`. States are float32: they sum up what thousands of tokens left.
 
     Attributes:
-        prefix: of the names of the weights in a checkpoint, after the layer's.
+        prefix: what the weights' names in a checkpoint begin with, after the layer's prefix.
     """
 
     prefix: str

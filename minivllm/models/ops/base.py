@@ -90,7 +90,7 @@ class LayerOps(Module):
         Args:
             qkv: [T, (num_heads + 2 num_kv_heads) * head_dim]: query heads, key heads, value heads.
             slot_mapping: int64 [T], where in the cache each token goes.
-            rotation: of this step's positions, or None.
+            rotation: rotates by this step's positions; None for no rotation.
 
         Returns:
             The queries, [T, num_heads, head_dim].
@@ -119,7 +119,7 @@ class LayerOps(Module):
 
     @abstractmethod
     def moe_unpermute(self, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        """What each token gets from its experts: the sum of their outputs times their weights, in the order of its choice.
+        """For each token the sum of its experts' outputs times their weights, in the order of its choice.
 
         Args:
             rows: [T * top_k, size], and places: int64 [T, top_k]: see `moe_permute`.

@@ -89,8 +89,8 @@ class _Captured:
 
 
 class CapturedCPUSteps:
-    """Runs steps of up to `MOST_ROWS` tokens, and no more than any linear method's `max_rows`, by one launch each: those that it
-    has captured, one for each number of tokens.
+    """Runs steps of up to `MOST_ROWS` tokens, and no more than any linear method's `max_rows`, by one launch each. It
+    captures one program for each number of tokens, with adapters and without.
 
     A replay launches the same kernels on the same numbers as the layers do, so the results are the same to the bit.
     Whatever was captured is thrown away when `generation` says that a part of some model was changed.

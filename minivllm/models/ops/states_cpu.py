@@ -51,7 +51,7 @@ def _rows(x: Tensor) -> tuple[int, int]:
 
 
 def _launch(which: Kernel, place: tuple[int, int], where: Sequences, parts: int, *own: int) -> None:
-    """Launch a recurrence on all parts of all sequences. place: of the states; own: arguments of this kernel."""
+    """Launch a recurrence on all parts of all sequences. place: that of the states; own: arguments of this kernel."""
     sequences, threads = [x.data_ptr() for x in (where.read, where.write, where.begins)], torch.get_num_threads()
     items = len(where.read) * parts
     # Neighbouring parts go to one thread: what it prefetches past the end of a part is its own next part. A thread claims eight times,

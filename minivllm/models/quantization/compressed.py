@@ -113,7 +113,7 @@ def scaled(parts: Parts, dtype: torch.dtype, kind: str, block: list[int] | None,
     """A weight of a byte each.
 
     Args:
-        kind: of the tensor with the scales.
+        kind: kind of the tensor with the scales.
         block: outputs and inputs that share a scale; None for one scale in all, or one for each output.
         activations: see `ScaledWeight`.
     """

@@ -112,7 +112,7 @@ class Broadcast:
 
     Args:
         frames: a socket to each worker, in the order of ranks.
-        file: of the ring.
+        file: the ring's.
     """
 
     def __init__(self, frames: list[Frames], file: int) -> None:

@@ -115,7 +115,7 @@ class RayWorkers(Calls):
         device: `cpu` or `cuda`.
 
     Attributes:
-        pids: of their processes.
+        pids: process ids of the actors.
 
     Raises:
         ImportError, ConnectionError: see `join_cluster`. ValueError: the cluster has no room. Exception: what a rank raises while it starts.

@@ -77,7 +77,7 @@ def make_executor(
     """The executor that the plan's settings ask for, with the model loaded, and the KV cache fitted to what memory is left.
 
     Args:
-        transforms: of the logits of every request.
+        transforms: applied to the logits of every request.
         grammar: for structured outputs.
 
     Raises:

@@ -49,7 +49,7 @@ class Launch:
         device: `cpu` or `cuda`.
         folder: the same for all ranks, empty; what is in it belongs to torch. It must stay as long as the workers run: NCCL connects two ranks
             when they first have something to tell each other, and does so through a file there.
-        log_level: of the root logger.
+        log_level: level of the root logger.
         gpu: which of the GPUs that it sees the rank takes; None for the one with the rank's number.
         address: where ranks of several machines meet, as torch.distributed reads it; None for a file in `folder`.
     """
@@ -221,7 +221,7 @@ class Worker:
         return {"matrices": sum(distinct.values()), "kv_cache": cache, "calls": joins[0], "bytes": joins[1]}
 
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call from the engine returns."""
+        """Execute a call from the engine, and return its result."""
         return find_method(method, self, self.runner)(*args, **kwargs)
 
     def close(self) -> None:
