@@ -60,7 +60,7 @@ def tls_context(insecure: bool) -> ssl.SSLContext:
 
 
 def check_address(url: str) -> None:
-    """Raises ValueError for what cannot be the address of a server."""
+    """Raise ValueError for a text that cannot be the address of a server."""
     try:
         found = httpx.URL(url)
     except httpx.InvalidURL:

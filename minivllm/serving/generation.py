@@ -101,7 +101,7 @@ class ServerOptions:
         make_resolvers(self.lora_resolvers)
 
     def adapters(self) -> dict[str, str]:
-        """Folder of each adapter by its name. Raises ValueError for what is no `name=path`, and for a name given twice."""
+        """Folder of each adapter by its name. Raises ValueError for an entry that is not `name=path`, and for a name given twice."""
         found: dict[str, str] = {}
         for module in self.lora_modules:
             name, _, path = module.partition("=")

@@ -316,7 +316,7 @@ class FunctionCall(ApiModel):
         return self
 
     def parsed(self) -> dict[str, Any]:
-        """The arguments as an object. Raises ValueError if they are none."""
+        """The arguments as an object. Raises ValueError if they are not the text of one."""
         try:
             return _OBJECT.validate_json(self.arguments or "{}")
         except ValueError:

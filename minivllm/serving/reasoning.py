@@ -87,7 +87,7 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {}
 
 
 def register_reasoning_parser(*names: str) -> Callable[[Parser], Parser]:
-    """Class decorator: make a `ReasoningParser` known under these names. Raises TypeError for what is none."""
+    """Class decorator: make a `ReasoningParser` known under these names. Raises TypeError for any other class."""
     return registering(REASONING_PARSERS, ReasoningParser, names)
 
 

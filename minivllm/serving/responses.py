@@ -64,7 +64,7 @@ class ResponseStore:
             self._bytes -= self._entries.popitem(last=False)[1][1]
 
     def get(self, response_id: str, param: str | None = None) -> Stored:
-        """Raises ApiError 404 (400 if it is a field of a request)."""
+        """A stored response. Raises ApiError 404 if there is none, or 400 if ``param``, a field of a request, names it."""
         if response_id not in self._entries:
             message = f"there is no response {response_id!r} here: it was not stored, was deleted, or had to make room"
             code = "previous_response_not_found" if param else "not_found"
@@ -72,7 +72,7 @@ class ResponseStore:
         return self._entries[response_id][0]
 
     def delete(self, response_id: str) -> None:
-        """Raises ApiError 404."""
+        """Forget a response. Raises ApiError 404 if there is none."""
         self.get(response_id)
         self._bytes -= self._entries.pop(response_id)[1]
 

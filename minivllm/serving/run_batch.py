@@ -58,7 +58,7 @@ def batch_answer(
 
 
 def _custom_id(text: str) -> str | None:
-    """The id in a line that is no request, if it has one: without it the line's author cannot tell which line is meant."""
+    """The id of a line that is not a valid request, if it has one: it tells the author which line is meant."""
     try:
         found = from_json(text)
     except ValueError:

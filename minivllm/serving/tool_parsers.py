@@ -22,7 +22,7 @@ _CLOSES = {"{": "}", "[": "]"}
 
 
 class NotACall(ValueError):
-    """What was read is no call."""
+    """The text that was read is not a call."""
 
 
 class CallReader:
@@ -256,7 +256,7 @@ class JsonToolParser(ToolParser):
         return True
 
     def start_call(self, char: str) -> CallReader | None:
-        """What reads a call that begins with ``char``; None if none does."""
+        """A reader for a call that begins with ``char``; None if no call does."""
         return CallReader() if char == "{" else None
 
     def _tell(self, piece: Piece) -> None:
@@ -277,7 +277,7 @@ class JsonToolParser(ToolParser):
             piece.calls.append(CallDelta(self._count, None, text))
 
     def _fail(self, piece: Piece) -> None:
-        """What was no call is text again; if it had begun as one, what is wrong stays in its arguments, for the client to see."""
+        """Turn a failed call into text again. If it was already reported as a call, the faulty text goes into its arguments, for the client to see."""
         assert self._raw or self._buffer
         if self._announced:
             assert self._reader is not None

@@ -144,12 +144,12 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {}
 
 
 def register_tool_parser(*names: str) -> Callable[[Parser], Parser]:
-    """Class decorator: make a `ToolParser` known under these names. Raises TypeError for what is none."""
+    """Class decorator: make a `ToolParser` known under these names. Raises TypeError for any other class."""
     return registering(TOOL_PARSERS, ToolParser, names)
 
 
 def load_plugin(path: str) -> None:
-    """Run a Python file, which registers parsers. Raises ValueError that names the file if there is none."""
+    """Run a Python file, which registers parsers. Raises ValueError that names the file if it does not exist."""
     if not Path(path).is_file():
         raise ValueError(f"there is no plugin {path}")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
