@@ -79,7 +79,7 @@ class AdapterRegistry:
 
 
 class AdapterStore:
-    """Adapters in main memory, and those of them that lie in slots.
+    """Reads adapters, keeps them in main memory, and copies them into slots.
 
     Args:
         model: the slots.

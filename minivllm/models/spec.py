@@ -416,7 +416,7 @@ class ConfigReader:
             self.get(name)
 
     def finish(self) -> None:
-        """Refuse the fields that were not read, unless it is neutral or switched off (null, false, 0 or empty).
+        """Refuse fields that were not read and are neither neutral nor switched off (null, false, 0 or empty).
 
         Raises:
             ValueError: names the field and its value.

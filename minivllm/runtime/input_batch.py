@@ -52,8 +52,8 @@ class StepLayout:
 
     request_ids: the B requests. rows: int64 [B], their rows. counts: int64 [B], their tokens in this step. starts: int64 [B + 1],
     where they begin among the T. row_of_token, place: int64 [T], each token's row, and how far it stands after the first of its
-    request. Of the Q queries of the attention: query_rows: int64 [Q]. query_ends: int64 [Q], the last of the T tokens. query_start_loc:
-    int32 [Q + 1]. A draft token, and the token before the first, is a query by itself.
+    request. The attention has Q queries. query_rows: int64 [Q], their rows. query_ends: int64 [Q], the place among the T of each one's
+    last token. query_start_loc: int32 [Q + 1]. A draft token, and the token before the first, is a query by itself.
     """
 
     request_ids: list[str]

@@ -24,7 +24,7 @@ _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 def cpu_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> tuple[int, int]:
     """(free, total) bytes of main memory, within the limits of a container.
 
-    Where the system does not say what is free (not Linux), half of all memory is taken for free.
+    Where the system does not say what is free (not Linux), half of all memory is assumed to be free.
     """
     if not meminfo.is_file():
         total = _installed_memory()

@@ -278,7 +278,7 @@ class ModelRunner:
 
     def sleep(self, level: int) -> int:
         """Give the memory of the KV cache back, and that of the weights: at level 1 a GPU's, which go to the host, at level 2 all,
-        which are dropped. Draft layers and their cache, adapters, norms and captured steps stay.
+        which are dropped. The memory of draft layers and their cache, of adapters, norms and captured steps is not given back.
 
         Returns:
             The bytes.
@@ -301,7 +301,7 @@ class ModelRunner:
         return freed
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        """Have memory again: of `weights`, `kv_cache`. If it is refused, a later call may try again."""
+        """Take memory again: that of `weights`, of `kv_cache`, or of both. If it is refused, a later call may try again."""
         for tag in tags:
             if tag in self._parked:
                 self._parked[tag].restore()
@@ -558,7 +558,7 @@ class ModelRunner:
     def _replay(
         self, step: StepInputs, turned: Int64, buffer: StepBuffer, ahead: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-        """As `_forward_buffered`, for a step of single tokens, by a CUDA graph; None if the backend knows no plan for one,
+        """As `_forward_buffered`, by a CUDA graph, for a step in which each token is a query by itself; None if the backend knows no plan for one,
         or the buffer is too small. turned: positions of the rotation, [T]."""
         rows = len(step.token_ids)
         padded = rung(self.ladder, rows)

@@ -138,8 +138,8 @@ def follow(text: Tokens, ends: npt.NDArray[np.intp], most: int, least_prob: floa
     """Go on from all these places by majority.
 
     Returns:
-        At most `most` tokens, as long as they are right by an estimated chance of `least_prob`; and how many of them
-        will be right by that estimate.
+        At most `most` tokens: the draft ends before the estimated chance that all of it is right falls below `least_prob`. And the
+        number of its tokens that are right by that estimate.
     """
     draft: list[int] = []
     prob, expected = 1.0, 0.0

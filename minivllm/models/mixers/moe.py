@@ -177,8 +177,8 @@ class MoE(Mixer):
 
     @property
     def capturable(self) -> bool:  # type: ignore[override]
-        """Whether no number of rows is asked for on the host: only by grouped matmuls, and before Hopper torch asks for them even there.
-        Nor where tokens travel: how many is what the ranks must know before they send them."""
+        """Whether a CUDA graph can record it: the host must not need the experts' numbers of rows. Grouped matmuls from Hopper on do not;
+        before, torch asks for them. Where tokens travel, ranks must know how many before they send them."""
         if self.all2all is not None or not self.stacked:
             return False
         fast = torch.cuda.get_device_capability(self.stacked[0].device) >= (9, 0)
