@@ -300,7 +300,7 @@ class AttentionBackend(Module):
         """Prepare a step of one group of layers.
 
         Raises:
-            ValueError: the batch does not add up.
+            ValueError: the batch is inconsistent, see `AttentionBatch.check`.
         """
 
     def plan_into(self, batch: AttentionBatch, spec: AttentionSpec, buffer: StepBuffer) -> Plan:
@@ -313,7 +313,7 @@ class AttentionBackend(Module):
 
     @abstractmethod
     def attend(self, q: Tensor, kv_cache: Tensor, plan: Plan) -> Tensor:
-        """Causal attention of every token to its own request's cache.
+        """Attention of every token to its own request's cache, as the plan's `AttentionSpec` says.
 
         Args:
             q: [T, num_heads, head_dim]; prefill chunks and single decode tokens alike.

@@ -154,7 +154,7 @@ def iter_tensors(
 
     Files are memory-mapped and the tensors are views of them: a weight is read from disk when it is used. So copy it at
     once (`target.copy_(tensor)`, which also casts: one pass and no second copy in memory) and never write to it. When the
-    next is asked for, its pages leave this process; a later look reads it from disk again.
+    next is asked for, its pages leave this process; a later look reads the file again.
     torch works on one thread meanwhile: copying is bound by memory, and a team of threads for each of hundreds of
     small copies costs seconds when other processes want the cores.
 
@@ -373,7 +373,7 @@ class LoadedModel:
         """The facts that `EngineArgs.resolve` needs, for this block size, dtype, kernel of quantized weights, and cache.
 
         share: what each rank has of the model, in tensor parallelism; sizes are then those of a rank.
-        stages: how many a pipeline has; the weights are those of the largest stage.
+        stages: how many a pipeline has; the weights are those of the largest stage, of a quantized checkpoint those of all stages.
         """
         spec, size = self.spec, DTYPE_BYTES[dtype]
         number, scale = KV_CACHE_DTYPES[kv_cache_dtype] or (size, 0)
