@@ -3,7 +3,7 @@
     python benchmarks/decode_step.py [--output FOLDER] [--model 0.6B] [--context 1024] [--batch 1 16 64 256] [--products 1 2 4 8 16 32 64]
 
 The model has the shape of Qwen3-0.6B (or `--model 8B`) and random bfloat16 weights. A step is what the engine's model runner replays as one
-CUDA graph, with the matmul that gives the logits and the choice of the likeliest token in it, or, of more rows than it chooses for, behind it. The floor is the time
+CUDA graph, with the matmul that gives the logits and their argmax in it, or, of more rows than it chooses for, behind it. The floor is the time
 in which the card, at the bandwidth of a copy measured in the same run (bytes read plus bytes written), moves the weights
 and the keys and values once. Then, for batches up to 64, the same step with every matmul by cuBLAS, by our own kernels, and by these with no kernel starting early.
 """
@@ -77,7 +77,7 @@ def step_ms(decoder: Decoder, batch: int, context: int) -> tuple[float, float]:
     def make(chooses):
         def step():
             hidden = decoder.forward(token_ids, positions, caches, [plan])
-            return (hidden, decoder.likeliest(hidden)) if chooses else (hidden,)
+            return (hidden, decoder.compute_argmax(hidden)) if chooses else (hidden,)
 
         plan = fixed.plan()
         return step, plan
@@ -86,7 +86,9 @@ def step_ms(decoder: Decoder, batch: int, context: int) -> tuple[float, float]:
         return graphs.run((False, key), partial(make, False))[0]
 
     def whole():
-        return graphs.run((True, key), partial(make, True)) if batch <= GREEDY_ROWS else decoder.likeliest(layers())
+        return (
+            graphs.run((True, key), partial(make, True)) if batch <= GREEDY_ROWS else decoder.compute_argmax(layers())
+        )
 
     layers(), whole()
     return median_ms(layers), median_ms(whole)

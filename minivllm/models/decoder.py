@@ -349,8 +349,8 @@ class Decoder(Module):
         cap = self.spec.logits_soft_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
-        """The token with the largest of the logits of `compute_logits`, int64 [R]; -1 where there is none, for one is NaN or +inf."""
+    def compute_argmax(self, hidden: Tensor) -> Tensor:
+        """The argmax of the logits of `compute_logits`, int64 [R]; -1 where there is none, for one is NaN or +inf."""
         assert self.head is not None, "only the last stage has an output layer"
         plain = self.spec.logits_scale == 1.0 and self.spec.logits_soft_cap is None  # then 16 bits have the same order
         token_ids, alive = self.ops.argmax(self.head(hidden) if plain else self.compute_logits(hidden))

@@ -620,8 +620,8 @@ class ModelRunner:
         return self.sampler.takes_argmax(self.sampling.batch(step.request_ids))
 
     def _choose(self, hidden: Tensor, rows: Tensor, device: DeviceStep | None) -> Tensor:
-        """In a graph: the likeliest token of each row, int64 [T]; of drafts of the device [2, T], see `DeviceStep.chosen`."""
-        chosen = self.model.likeliest(hidden)
+        """In a graph: the argmax token of each row, int64 [T]; of drafts of the device [2, T], see `DeviceStep.chosen`."""
+        chosen = self.model.compute_argmax(hidden)
         if self.future is not None:
             self.future.put(rows, chosen)
         if device is None:

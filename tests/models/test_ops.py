@@ -197,12 +197,12 @@ def test_argmax_is_the_first_of_equals_or_none(ops, size):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "granite"])  # plain logits, capped ones, scaled ones
-def test_the_likeliest_token_is_that_of_the_logits(family):
+def test_compute_argmax_is_the_argmax_of_the_logits(family):
     decoder = make_decoder(hf_model(family), "sdpa", dtype=torch.bfloat16)
     hidden = torch.randn(50, decoder.spec.hidden_size).bfloat16()
-    assert torch.equal(decoder.likeliest(hidden), decoder.compute_logits(hidden).argmax(-1))
+    assert torch.equal(decoder.compute_argmax(hidden), decoder.compute_logits(hidden).argmax(-1))
     hidden[3, 0] = torch.nan
-    assert (decoder.likeliest(hidden) == -1).nonzero().flatten().tolist() == [3]
+    assert (decoder.compute_argmax(hidden) == -1).nonzero().flatten().tolist() == [3]
 
 
 def test_unknown_ops_are_refused():

@@ -8,7 +8,7 @@ from typing import Any
 
 from minivllm_kernels.cuda.pointwise import silu_word
 from minivllm_kernels.cuda.prefill import U32
-from minivllm_kernels.cuda.prefill_hopper import HOPPER, SHARED_LIMIT
+from minivllm_kernels.cuda.prefill_hopper import HOPPER, SHARED_LIMIT, next_stage
 from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i32, i64, kernel
 from minivllm_kernels.cuda.warp import smem_addr
 from minivllm_kernels.cuda.wgmma import (
@@ -90,26 +90,11 @@ class MatmulTile:
         return -(-size // self.width) * self.split
 
 
-def next_stage(tile: MatmulTile) -> Any:
-    """Device function: the stage after this one, and the parity of its barriers in this round."""
-    STAGES = tile.stages
-
-    @device
-    def advance(stage, phase):
-        stage = i32(stage + 1)
-        if stage == STAGES:
-            stage = i32(0)
-            phase = i32(phase ^ 1)
-        return stage, phase
-
-    return advance
-
-
 def producer(tile: MatmulTile) -> tuple[Any, Any]:
     """Device functions of the thread that copies: start fills all stages, go_on brings the steps after those."""
     STAGES, STAGE, FULL, WEIGHT = tile.stages, tile.stage_bytes, tile.barriers_at, tile.width * SWIZZLE
     EMPTY, HALVES, HALF = FULL + 8 * STAGES, 2 if tile.gated else 1, tile.outputs * SWIZZLE
-    advance = next_stage(tile)
+    advance = next_stage(tile.stages)
 
     @device
     def bring(sa, stage, x_map, w_map, row, size, step, padded):
@@ -140,7 +125,7 @@ def producer(tile: MatmulTile) -> tuple[Any, Any]:
 def consumer(dtype: str, tile: MatmulTile) -> Any:
     """Device function of the warpgroup that computes: the sums of a block, in registers."""
     FULL, WEIGHT, STAGE, ACC = tile.barriers_at, tile.width * SWIZZLE // 16, tile.stage_bytes // 16, tile.width // 2
-    EMPTY, advance, add = FULL + 8 * tile.stages, next_stage(tile), wgmma_add(dtype, tile.width)
+    EMPTY, advance, add = FULL + 8 * tile.stages, next_stage(tile.stages), wgmma_add(dtype, tile.width)
     wait_older, wait_all = wgmma_wait(1, ACC), wgmma_wait(0, ACC)
 
     @device

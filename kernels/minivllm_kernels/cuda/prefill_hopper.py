@@ -153,9 +153,9 @@ def work_of_tile(tile: HopperTile) -> Any:
     return work
 
 
-def next_stage(tile: HopperTile) -> Any:
+def next_stage(stages: int) -> Any:
     """Device function: the stage after this one, and the parity of its barriers in this round."""
-    STAGES = tile.stages
+    STAGES = stages
 
     @device
     def advance(stage, phase):
@@ -220,7 +220,7 @@ def producer(tile: HopperTile) -> Any:
     K0, BAR, NEXT, Q_PART, Q_BYTES = tile.k_at, tile.barriers_at, tile.next_at, tile.q_part, tile.rows * SWIZZLE * PARTS
     FULL_Q, EMPTY_Q = BAR + 32 * STAGES, BAR + 32 * STAGES + 8
     NEXT_FULL, NEXT_EMPTY = FULL_Q + 16, FULL_Q + 32
-    work, take, bring_rows, advance = work_of_tile(tile), take_next(tile), value_rows(tile), next_stage(tile)
+    work, take, bring_rows, advance = work_of_tile(tile), take_next(tile), value_rows(tile), next_stage(tile.stages)
 
     @device
     def produce(sa, tid, q_map, k_map, v_map, row_map, table, tiles, window, t_s, kv_heads, items):
@@ -447,7 +447,7 @@ def consumer(tile: HopperTile) -> Any:
     qk = wgmma_shared(shape.dtype, KEYS, base_descriptor(tile.q_part, STEPS), base_descriptor(tile.kv_part, STEPS))
     pv = wgmma_registers(shape.dtype, shape.head_dim, [i * SWIZZLE for i in range(KEYS // 16)])
     wait_all_s, wait_older, wait_all = wgmma_wait(0, SN), wgmma_wait(1, SN), wgmma_wait(0, ON)
-    work, take, advance = work_of_tile(tile), take_next(tile), next_stage(tile)
+    work, take, advance = work_of_tile(tile), take_next(tile), next_stage(tile.stages)
     cap_all, mask_after, mask_before, softmax, to_words, clear, rescale, store = row_functions(tile)
 
     @device
