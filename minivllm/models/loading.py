@@ -211,8 +211,10 @@ def _checked(record: TensorRecord, tensor: torch.Tensor, dtype: str) -> torch.Te
     return tensor
 
 
-def dummy_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield random float32 weights of the given names and shapes: the same for the same seed, whatever the order.
+def dummy_tensors(
+    shapes: dict[str, tuple[int, ...]], seed: int, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield random float32 weights of the given names and shapes: the same for the same seed and kind of device, whatever the order.
 
     Uniform with standard deviation 0.02, so that activations stay in range; norm weights are ones.
     """
@@ -221,10 +223,10 @@ def dummy_tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> Iterator[tup
     bound = 0.02 * math.sqrt(3)
     for name, shape in shapes.items():
         if name.endswith("norm.weight"):
-            yield name, torch.ones(shape)
+            yield name, torch.ones(shape, device=device)
             continue
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        yield name, torch.empty(shape).uniform_(-bound, bound, generator=generator)
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        yield name, torch.empty(shape, device=device).uniform_(-bound, bound, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -301,20 +303,21 @@ class LoadedModel:
         found = self.generation_config.get("eos_token_id")
         return tuple(found) if isinstance(found, list) else () if found is None else (found,)
 
-    def weights(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, dtype: str, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `(name, tensor)` for a model that computes in `dtype` (`"float32"`, `"bfloat16"` or `"float16"`).
 
-        The tensors come in the dtype they are stored in; see `iter_tensors` for how to take them.
+        The tensors come in the dtype they are stored in, on the CPU; see `iter_tensors` for how to take them. Dummy weights
+        are float32 and drawn on `device`, where the model is.
         """
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}; got {dtype!r}")
         if self.load_format == "dummy":
-            return dummy_tensors(self.spec.weight_shapes(), self.seed)
+            return dummy_tensors(self.spec.weight_shapes(), self.seed, device)
         if not self.quantization:
             return iter_tensors([record for record in self.records if self.spec.full_name(record.name)], dtype)
         return self._decoded(dtype)
 
-    def mtp_weights(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def mtp_weights(self, dtype: str, device: torch.device | str = "cpu") -> Iterator[tuple[str, torch.Tensor]]:
         """As `weights`, for the layer that drafts tokens; see `DecoderSpec.mtp`.
 
         Raises:
@@ -326,7 +329,7 @@ class LoadedModel:
         shapes = spec.weight_shapes() | dict(zip(names, ((hidden,), (hidden,), (hidden, 2 * hidden)), strict=True))
         del shapes[spec.names.embedding]
         if self.load_format == "dummy":
-            return dummy_tensors(shapes, self.seed)
+            return dummy_tensors(shapes, self.seed, device)
         starts = (spec.names.layer.format(0), *names, mtp.final_norm)
         part = replace(self, records=tuple(record for record in self.records if record.name.startswith(starts)))
         if not part.records:

@@ -59,7 +59,11 @@ def load_tower(model: LoadedModel, tower: nn.Module, dtype: str) -> None:
 
 def _tower_tensors(model: LoadedModel, wanted: dict[str, Tensor], dtype: str) -> Iterator[tuple[str, Tensor]]:
     if model.load_format == "dummy":
-        yield from dummy_tensors({name: tuple(tensor.shape) for name, tensor in wanted.items()}, model.seed)
+        shapes, device = (
+            {name: tuple(tensor.shape) for name, tensor in wanted.items()},
+            next(iter(wanted.values())).device,
+        )
+        yield from dummy_tensors(shapes, model.seed, device)
         return
     own = [r for r in model.records if text_name(r.name) is None and not r.name.endswith("position_ids")]
     for name, tensor in iter_tensors(own, dtype):
@@ -105,6 +109,6 @@ class TowerEncoder:
 
 def load_encoder(model: LoadedModel, spec: MediaSpec, dtype: torch.dtype, device: torch.device) -> TowerEncoder:
     """Build and fill the encoder of a model. Raises CheckpointError."""
-    tower = build_tower(spec.config, dtype)
+    tower = build_tower(spec.config, dtype).to(device)
     load_tower(model, tower, str(dtype).removeprefix("torch."))
     return TowerEncoder(tower, device)

@@ -231,7 +231,7 @@ def load_decoder(plan: EnginePlan, group: TensorGroup | None = None, stage: Stag
     if isinstance(plan.model.spec, TransformersSpec):
         return _load_transformers(plan, plan.model.spec)
     decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group, stage)
-    decoder.load_weights(plan.model.weights(plan.config.dtype))
+    decoder.load_weights(plan.model.weights(plan.config.dtype, device))
     if (args := plan.config.args).enable_lora:
         LoRAModel(decoder, args.max_loras, args.max_lora_rank, plan.config.scheduler.max_num_batched_tokens)
     return decoder

@@ -145,7 +145,7 @@ def read_weights(model: Decoder, args: EngineArgs, path: str | None) -> Iterable
     loaded = load_model(path or args.model, **about)
     if loaded.spec != spec:
         raise ValueError(f"load_weights: {path} is another model than {args.model}: their configurations differ")
-    return loaded.weights(dtype)
+    return loaded.weights(dtype, model.device)
 
 
 def check_loadable(model: Decoder) -> None:

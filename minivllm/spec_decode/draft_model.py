@@ -384,5 +384,5 @@ def load_draft_model(host: DraftHost) -> DraftModelProposer:
             raise ValueError(f"the draft model {drafter.name!r} does not run on {host.backend.name!r}: {why}")
     longest = min(drafter.spec.max_model_len, config.scheduler.max_model_len)
     decoder = Decoder(drafter.spec, host.backend, target.dtype, target.device, max_model_len=longest)
-    decoder.load_weights(drafter.weights(config.dtype))
+    decoder.load_weights(drafter.weights(config.dtype, target.device))
     return DraftModelProposer(host, decoder)

@@ -53,7 +53,7 @@ def load_mtp(host: DraftHost) -> MTPProposer:
     )  # fmt: skip
     spec, mtp, size = source.spec.mtp_layer(), target.spec.mtp, target.spec.hidden_size
     assert mtp is not None
-    weights = source.mtp_weights(host.config.dtype)
+    weights = source.mtp_weights(host.config.dtype, target.device)
     tensors = {
         name: tensor
         for name, tensor in weights

@@ -519,3 +519,25 @@ def test_sleep_gives_memory_back_and_weights_come_again(folder, changes):
     llm.load_weights()
     assert new != want and tokens(llm, params) == want
     llm.close()
+
+
+def test_dummy_weights_are_drawn_where_the_model_is(folder):
+    """Those of a seed are the same in every engine on a GPU, and come again after a sleep that lets go of them."""
+    path, params = folder("llama-64"), greedy(8)
+    answers = []
+    for seed in (0, 0, 1):
+        with load(path, dtype="bfloat16", load_format="dummy", seed=seed) as llm:
+            model, name = load_model(path, load_format="dummy", seed=seed), "model.embed_tokens.weight"
+            drawn = dict(model.weights("bfloat16", "cuda"))
+            decoder = llm.llm_engine.core.executor.runner.model
+            assert drawn[name].is_cuda and torch.equal(
+                decoder.embedding[: len(drawn[name])], drawn[name].to(torch.bfloat16)
+            )
+            assert drawn[name].std().item() == pytest.approx(0.02, rel=0.05)
+            answers.append(tokens(llm, params))
+            llm.sleep(2)
+            llm.wake_up(["weights"])
+            llm.load_weights()
+            llm.wake_up()
+            assert tokens(llm, params) == answers[-1]
+    assert answers[0] == answers[1] != answers[2]
