@@ -5,7 +5,6 @@
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, TypedDict
 
 import numpy as np
@@ -17,7 +16,7 @@ from minivllm.lora.adapter import LoRARequest
 from minivllm.lora.store import AdapterRegistry, RegisteredAdapter
 from minivllm.multimodal.inputs import embeds_prompt
 from minivllm.multimodal.processor import MediaProcessor
-from minivllm.sampling.params import InvalidParameter, SamplingParams, check_text
+from minivllm.sampling.params import InvalidParameter, SamplingParams, as_integers, check_text
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.random import RequestSeeds
 from minivllm.sampling.transforms import check_extra_args
@@ -38,10 +37,10 @@ class Prompt:
     """
 
     text: str | None = None
-    token_ids: Sequence[int] | None = None
+    token_ids: list[int] | None = None
     cache_salt: str | None = None
     embeds: Any = None
-    token_type_ids: Sequence[int] | None = None
+    token_type_ids: list[int] | None = None
     media: Any = None
     features: tuple[MultiModalFeatureSpec, ...] = ()
 
@@ -56,8 +55,8 @@ def parse_prompt(prompt: PromptType) -> Prompt:
         return Prompt(text=prompt)
     if isinstance(prompt, dict):
         return _parse_dict(prompt)
-    if _is_token_list(prompt):
-        return Prompt(token_ids=prompt)
+    if (token_ids := _token_ids(prompt)) is not None:
+        return Prompt(token_ids=token_ids)
     raise TypeError(
         f"a prompt is a string, a list of token ids, or a dict with 'prompt' or 'prompt_token_ids'; got {_brief(prompt)}"
     )
@@ -78,23 +77,26 @@ def _parse_dict(prompt: dict[str, Any]) -> Prompt:
         raise ValueError("'prompt_embeds' are a whole prompt: they go with neither 'prompt' nor media nor token ids")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"'prompt' must be a string, got {_brief(text)}")
-    if token_ids is not None and not _is_token_list(token_ids):
-        raise TypeError(f"'prompt_token_ids' must be a list of token ids, got {_brief(token_ids)}")
+    if token_ids is not None and (token_ids := _token_ids(token_ids)) is None:
+        raise TypeError(f"'prompt_token_ids' must be a list of token ids, got {_brief(prompt['prompt_token_ids'])}")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise TypeError(f"'cache_salt' must be a non-empty string, got {_brief(salt)}")
-    if types is not None and not (_is_token_list(types) and token_ids is not None and len(types) == len(token_ids)):
-        raise TypeError(
-            f"'token_type_ids' must be a list of numbers, one for each of 'prompt_token_ids', got {_brief(types)}"
-        )
+    if types is not None:
+        types = _token_ids(types)
+        if types is None or token_ids is None or len(types) != len(token_ids):
+            raise TypeError(
+                "'token_type_ids' must be a list of numbers, one for each of 'prompt_token_ids', got"
+                f" {_brief(prompt['token_type_ids'])}"
+            )
     return Prompt(text, token_ids, salt, embeds, types, media, features or ())
 
 
-def _is_token_list(value: Any) -> bool:
+def _token_ids(value: Any) -> list[int] | None:
+    """A new list of Python numbers; None if the value is no list of whole numbers."""
     if isinstance(value, np.ndarray):
-        return value.ndim == 1 and (np.issubdtype(value.dtype, np.integer) or value.size == 0)
-    return isinstance(value, (list, tuple, range)) and all(
-        isinstance(x, Integral) and not isinstance(x, bool) for x in value
-    )
+        whole = value.ndim == 1 and (np.issubdtype(value.dtype, np.integer) or value.size == 0)
+        return value.tolist() if whole else None
+    return as_integers(value) if isinstance(value, (list, tuple, range)) else None
 
 
 def _brief(value: Any) -> str:
@@ -155,7 +157,7 @@ class InputProcessor:
         if prompt.embeds is not None:
             raise ValueError("prompt_embeds cannot be used here: token ids are needed")
         if prompt.token_ids is not None:
-            token_ids = [int(token) for token in prompt.token_ids]
+            token_ids = prompt.token_ids
         elif self.tokenizer is None:
             raise ValueError("this engine has no tokenizer: give the prompt as a list of token ids")
         else:
@@ -236,7 +238,7 @@ class InputProcessor:
             check_text(prompt.text or "", "prompt")
             expanded = Prompt(text=self.media.expand(prompt.text or "", items))
         else:
-            expanded = Prompt(token_ids=self.media.expand([int(token) for token in prompt.token_ids], items))
+            expanded = Prompt(token_ids=self.media.expand(prompt.token_ids, items))
         token_ids = self.tokenize(expanded, params)
         return token_ids, self.media.place(token_ids, items)
 
@@ -251,9 +253,9 @@ class InputProcessor:
                 f" max_model_len={max_model_len} ({self._why_max_model_len()}){more}."
                 " Shorten it, or set truncate_prompt_tokens"
             )
-        for i, token in enumerate(token_ids):
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"prompt_token_ids[{i}] is {token}; token ids of this model are 0..{vocab_size - 1}")
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            i, token = next((i, token) for i, token in enumerate(token_ids) if not 0 <= token < vocab_size)
+            raise ValueError(f"prompt_token_ids[{i}] is {token}; token ids of this model are 0..{vocab_size - 1}")
 
     def _why_max_model_len(self) -> str:
         return next((d.why for d in self.config.decisions if d.setting == "max_model_len"), "as configured")

@@ -153,7 +153,8 @@ class LLM(EngineControls):
                 f"{self.llm_engine.get_num_unfinished_requests()} requests that were added to llm.llm_engine are unfinished:"
                 " step them to their end or abort them first"
             )
-        final = {id(given): given if isinstance(given, PoolingParams) else _final_only(given) for given in params}
+        distinct = {id(given): given for given in params}  # most often one for all
+        final = {key: it if isinstance(it, PoolingParams) else _final_only(it) for key, it in distinct.items()}
         checked = []
         moment = self.llm_engine.clock.now()
         for i, prompt in enumerate(prompts):

@@ -304,7 +304,7 @@ class MediaProcessor:
         """
         rules = self.rules
         marker = self.tokenizer.convert_tokens_to_ids(rules.marker)
-        found = prompt.count(rules.marker) if isinstance(prompt, str) else sum(token == marker for token in prompt)
+        found = prompt.count(rules.marker if isinstance(prompt, str) else marker)
         if found != len(items):
             raise ValueError(
                 f"the prompt has {found} times {rules.marker!r}, which stands for an {self.spec.modality}, and there are"
@@ -313,12 +313,12 @@ class MediaProcessor:
         if isinstance(prompt, str):
             parts = prompt.split(rules.marker)
             return parts[0] + "".join(item.text + part for item, part in zip(items, parts[1:], strict=True))
-        queue, token_ids = iter(items), list[int]()
-        for token in prompt:
-            token_ids += (
-                self.tokenizer.encode(next(queue).text, add_special_tokens=False) if token == marker else [token]
-            )
-        return token_ids
+        token_ids, start = list[int](), 0
+        for item in items:
+            end = prompt.index(marker, start)
+            token_ids += (*prompt[start:end], *self.tokenizer.encode(item.text, add_special_tokens=False))
+            start = end + 1
+        return [*token_ids, *prompt[start:]]
 
     def place(self, token_ids: Sequence[int], items: Sequence[Item]) -> tuple[MultiModalFeatureSpec, ...]:
         """The inputs of a request, from its token ids after `expand`.

@@ -8,7 +8,7 @@ import json as json_lib
 import logging
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cached_property
@@ -129,6 +129,29 @@ NONE = Allowed("None", lambda value: value is None)
 FLAG = Allowed("True or False", lambda value: isinstance(value, bool))
 TEXT = Allowed("a non-empty string without lone surrogates", lambda value: _is_text(value) and value != "")
 TOKEN_ID = integer(0)
+
+
+def as_integers(values: Collection[Any]) -> list[int] | None:
+    """A new list of Python numbers; None if a value is no integer, or a bool. Python looks at types, not at each value: there may be many."""
+    kinds = set(map(type, values))
+    if kinds <= {int}:
+        return list(values)
+    whole = bool not in kinds and all(issubclass(kind, numbers.Integral) for kind in kinds)
+    return list(map(int, values)) if whole else None
+
+
+def list_of_ids(*, empty: bool = True) -> Allowed:
+    """A list of token ids."""
+    items = list_of(TOKEN_ID, empty=empty)
+    return Allowed(
+        items.text,
+        lambda value: (
+            isinstance(value, list)
+            and (empty or bool(value))
+            and as_integers(value) is not None
+            and min(value, default=0) >= 0
+        ),
+    )
 
 
 def reject_unknown(owner: str, given: Iterable[str], known: Sequence[str], error: type[Exception] = TypeError) -> None:
@@ -297,7 +320,7 @@ ALLOWED: dict[str, Allowed] = {
     "min_p": real(0, 1),
     "seed": NONE | integer(-(2**63), 2**64 - 1),
     "stop": list_of(TEXT),
-    "stop_token_ids": list_of(TOKEN_ID),
+    "stop_token_ids": list_of_ids(),
     "bad_words": list_of(
         Allowed("a non-blank string without lone surrogates", lambda v: _is_text(v) and v.strip() != "")
     ),
@@ -315,7 +338,7 @@ ALLOWED: dict[str, Allowed] = {
     "output_kind": instance(RequestOutputKind, "a RequestOutputKind"),
     "structured_outputs": NONE | instance(StructuredOutputsParams, "a StructuredOutputsParams"),
     "logit_bias": NONE | _BIAS,
-    "allowed_token_ids": NONE | list_of(TOKEN_ID, empty=False),
+    "allowed_token_ids": NONE | list_of_ids(empty=False),
     "repetition_detection": NONE | instance(RepetitionDetectionParams, "a RepetitionDetectionParams"),
     "extra_args": NONE | Allowed("a dict with string keys", lambda v: isinstance(v, dict) and all(map(_is_text, v))),
 }
@@ -329,6 +352,8 @@ def _as_list(value: Any) -> Any:
         return [value]
     if not isinstance(value, (list, tuple, set, frozenset)):
         return value
+    if (whole := as_integers(value)) is not None:
+        return list(dict.fromkeys(whole))
     plain = [_plain(item) for item in value]
     try:
         return [item for _, item in dict.fromkeys((type(item), item) for item in plain)]  # True is not 1 here
@@ -373,6 +398,9 @@ _NORMALISE: dict[str, Callable[[Any], Any]] = {
     "structured_outputs": lambda value: StructuredOutputsParams(**value) if isinstance(value, dict) else value,
     "repetition_detection": lambda value: RepetitionDetectionParams(**value) if isinstance(value, dict) else value,
 }
+
+
+_NESTED = ("extra_args", "bad_words_token_ids")  # fields that hold lists or dicts within a list or a dict
 
 
 @dataclass(kw_only=True, repr=False)
@@ -504,9 +532,10 @@ class SamplingParams(CheckedParams):
     def clone(self, **changes: Any) -> "SamplingParams":
         """An independent copy, with some fields changed. Callables are shared, for they may hold state; so are frozen values."""
         other = object.__new__(SamplingParams)
-        frozen = (self.structured_outputs, self.repetition_detection)
-        shared = {id(value): value for value in (*(self.logits_processors or ()), *frozen)}
-        other.__dict__.update(copy.deepcopy(self.__dict__, shared))
+        for name, value in self.__dict__.items():
+            if isinstance(value, (list, dict)):
+                value = copy.deepcopy(value) if name in _NESTED else value.copy()
+            other.__dict__[name] = value
         if changes:
             reject_unknown("SamplingParams", changes, list(ALLOWED))
             other = SamplingParams(**({name: getattr(other, name) for name in ALLOWED} | changes))

@@ -1,5 +1,7 @@
 """What is refused, and how; what reaches the core."""
 
+import sys
+
 import numpy as np
 import pytest
 from tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, tiny_tokenizer
@@ -42,6 +44,11 @@ def processor():
         (None, TypeError, "got NoneType None"),
         (["a"], TypeError, r"got list \['a'\]"),
         ([1, True], TypeError, "got list"),
+        ([1, np.True_], TypeError, "got list"),
+        (np.array([[1]]), TypeError, "got ndarray"),
+        (np.array([1.0]), TypeError, "got ndarray"),
+        ({"prompt": "a", "token_type_ids": []}, TypeError, r"'token_type_ids' must be a list .*got list \[\]"),
+        ({"prompt_token_ids": [1, 2], "token_type_ids": [0]}, TypeError, r"'token_type_ids' must be .*got list \[0\]"),
         ([1.0], TypeError, "got list"),
         ({}, ValueError, "needs 'prompt' .*, 'prompt_token_ids' .* or 'prompt_embeds'"),
         ({"promt": "a"}, ValueError, "unknown field 'promt' in a prompt; did you mean 'prompt'"),
@@ -100,11 +107,32 @@ def test_without_a_tokenizer():
         processor.process("r", [1], SamplingParams(bad_words=["x"]))
 
 
-@pytest.mark.parametrize("prompt", [[5, 6], (5, 6), np.array([5, 6]), range(5, 7), {"prompt_token_ids": [5, 6]}])
+@pytest.mark.parametrize(
+    "prompt", [[5, 6], (5, 6), np.array([5, 6]), [5, np.int32(6)], range(5, 7), {"prompt_token_ids": [5, 6]}]
+)
 def test_forms_of_token_ids(processor, prompt):
     given = processor.process("r", prompt, SamplingParams())
     assert given.prompt_token_ids == [5, 6] and given.prompt is None
     assert all(type(token) is int for token in given.prompt_token_ids)
+
+
+def test_python_does_not_go_over_the_ids_one_by_one():
+    def calls(length):
+        processor, count = make(num_gpu_blocks=1000), 0
+
+        def see(*_):
+            nonlocal count
+            count += 1
+
+        ids = list(range(length))
+        sys.setprofile(see)
+        try:
+            processor.process("r", {"prompt_token_ids": ids}, SamplingParams(allowed_token_ids=ids, stop_token_ids=ids))
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(2) == calls(250)
 
 
 def test_text_beside_token_ids_is_only_for_showing(processor):

@@ -177,9 +177,26 @@ def test_copies_are_equal_and_independent() -> None:
     assert twin == params == copy.deepcopy(params)
     twin.logit_bias[1] = 5.0
     assert params.logit_bias == {1: 2.0}
-    assert twin.logits_processors[0] is transform
+    assert twin.logits_processors[0] is transform and twin.logits_processors is not params.logits_processors
     plain = SamplingParams(temperature=0.2, structured_outputs={"json": {"type": "object"}})
     assert pickle.loads(pickle.dumps(plain)) == plain
+
+
+def test_nothing_that_can_be_changed_is_shared_with_a_copy() -> None:
+    def parts(value: Any) -> list[Any]:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return [value, *(part for each in inner for part in parts(each))]
+
+    params = SamplingParams(
+        stop=["a"], stop_token_ids=[1], bad_words=["b"], logit_bias={1: 2.0}, allowed_token_ids=[3],
+        logits_processors=[print], extra_args={"x": {"y": [1]}}, structured_outputs={"regex": "a"},
+    )  # fmt: skip
+    params.bad_words_token_ids = [[4], [5]]
+    mine, theirs = (
+        {id(part) for part in parts(vars(given)) if isinstance(part, (list, dict))}
+        for given in (params, params.clone())
+    )
+    assert len(mine) == 13 and not mine & theirs and params.clone() == params
 
 
 def test_errors_survive_a_pickle() -> None:
