@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 __all__ = ["BlockPool", "FreeBlockQueue", "KVCacheBlock"]
@@ -48,8 +48,7 @@ class FreeBlockQueue:
         self._head, self._tail = KVCacheBlock(-1), KVCacheBlock(-1)
         self._head.next, self._tail.prev = self._tail, self._head
         self._len = 0
-        for block in blocks:
-            self.append(block)
+        self.extend(list(blocks))
 
     def __len__(self) -> int:
         return self._len
@@ -61,20 +60,27 @@ class FreeBlockQueue:
             yield block
             block = block.next
 
-    def _link(self, block: KVCacheBlock, before: KVCacheBlock, after: KVCacheBlock) -> None:
-        before.next = after.prev = block
-        block.prev, block.next = before, after
-        self._len += 1
-
     def append(self, block: KVCacheBlock) -> None:
         """Put at the end: reused last."""
-        assert self._tail.prev is not None
-        self._link(block, self._tail.prev, self._tail)
+        self.extend([block])
+
+    def extend(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Put all at the end, in this order."""
+        last = self._tail.prev
+        for block in blocks:
+            assert last is not None
+            last.next, block.prev, last = block, last, block
+        assert last is not None
+        last.next, self._tail.prev = self._tail, last
+        self._len += len(blocks)
 
     def prepend(self, block: KVCacheBlock) -> None:
         """Put at the front: reused first."""
-        assert self._head.next is not None
-        self._link(block, self._head, self._head.next)
+        after = self._head.next
+        assert after is not None
+        self._head.next = after.prev = block
+        block.prev, block.next = self._head, after
+        self._len += 1
 
     def remove(self, block: KVCacheBlock) -> None:
         """Take out of the middle."""
@@ -83,14 +89,18 @@ class FreeBlockQueue:
         block.prev = block.next = None
         self._len -= 1
 
-    def popleft(self) -> KVCacheBlock:
-        """Take the block that is reused next."""
-        if not self._len:
-            raise IndexError("no free block")
-        assert self._head.next is not None
-        block = self._head.next
-        self.remove(block)
-        return block
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """Take the `n` blocks that are reused next."""
+        if n > self._len:
+            raise IndexError(f"no free block: {n} wanted, {self._len} there")
+        taken = list(islice(self, n))
+        after = taken[-1].next if taken else self._head.next
+        assert after is not None
+        self._head.next, after.prev = after, self._head
+        for block in taken:
+            block.prev = block.next = None
+        self._len -= n
+        return taken
 
 
 class EvictionHeap:
@@ -200,13 +210,16 @@ class BlockPool:
         free = len(self.free_queue)
         if n > free:
             raise ValueError(f"{n} blocks wanted, {free} free")
-        taken = [self.free_queue.popleft() for _ in range(min(n, free - self.num_cached_free))]
-        if len(taken) < n:
-            taken += self._evict(n - len(taken), taken)
+        uncached = min(n, free - self.num_cached_free)
+        if self.choose_victim is None and self.heap is None:
+            taken = self.free_queue.popleft_n(n)
+            self._drop(taken[uncached:])
+        else:
+            taken = self.free_queue.popleft_n(uncached)
+            taken += self._evict(n - uncached, taken)
+        step = self.step
         for block in taken:
-            block.ref_cnt = 1
-            block.num_hits = 0
-            block.last_used = self.step
+            block.ref_cnt, block.num_hits, block.last_used = 1, 0, step
         return taken
 
     def cached_free_blocks(self) -> Iterator[KVCacheBlock]:
@@ -214,17 +227,16 @@ class BlockPool:
         return (block for block in self.free_queue if block.block_hash is not None)
 
     def _evict(self, n: int, taken: list[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Evict and take `n` cached blocks. If the policy fails, these and the blocks `taken` before go back."""
+        """Evict and take the `n` cached blocks that a policy chooses. If it fails, these and the blocks `taken` before go back."""
         choose, heap = self.choose_victim, self.heap
         evicted: list[KVCacheBlock] = []
         try:
             while len(evicted) < n:
                 if choose is not None:
-                    victim = choose(self.cached_free_blocks())
-                else:
-                    victim = heap.first() if heap is not None else next(self.cached_free_blocks())
-                self.evict(victim)
-                evicted.append(self.free_queue.popleft())
+                    self.evict(choose(self.cached_free_blocks()))
+                elif heap is not None:
+                    self.evict(heap.first())
+                evicted += self.free_queue.popleft_n(1)
         except BaseException:  # a policy may raise anything
             for block in (*reversed(taken), *evicted):
                 self.free_queue.prepend(block)
@@ -245,14 +257,21 @@ class BlockPool:
         """
         if block.ref_cnt or block.block_hash is None:
             raise ValueError(f"{block} cannot be evicted: only a free block with content can")
-        if self.trace is not None:
-            self.trace(("evict", block.block_id, block.block_hash))
-        self.uncache(block)
+        self._drop([block])
         if self.heap is not None:
             self.heap.discard(block)
-        self.num_cached_free -= 1
         self.free_queue.remove(block)
         self.free_queue.prepend(block)
+
+    def _drop(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Forget the content of free blocks."""
+        trace, on_evict = self.trace, self.on_evict
+        for block in blocks:
+            if trace is not None:
+                trace(("evict", block.block_id, block.block_hash))
+            on_evict(block)
+            block.block_hash = None
+        self.num_cached_free -= len(blocks)
 
     def uncache(self, block: KVCacheBlock) -> None:
         """Forget the hash of a block, wherever the block is."""
@@ -290,21 +309,20 @@ class BlockPool:
 
         Blocks without content go to the front of the free list, those with content to its end, both in this order.
         """
-        uncached = []
+        null, step, uncached, cached = self.null_block, self.step, list[KVCacheBlock](), list[KVCacheBlock]()
         for block in blocks:
-            if block is self.null_block:
+            if block is null:
                 continue
             block.ref_cnt -= 1
-            block.last_used = self.step
+            block.last_used = step
             if block.ref_cnt == 0:
-                if block.block_hash is None:
-                    uncached.append(block)
-                else:
-                    self.free_queue.append(block)
-                    self.num_cached_free += 1
-                    if self.heap is not None:
-                        self.heap.add(block)
+                (uncached if block.block_hash is None else cached).append(block)
             elif block.ref_cnt < 0:
                 raise RuntimeError(f"block {block.block_id} was freed more often than it was taken")
+        self.free_queue.extend(cached)
+        self.num_cached_free += len(cached)
+        if self.heap is not None:
+            for block in cached:
+                self.heap.add(block)
         for block in reversed(uncached):
             self.free_queue.prepend(block)

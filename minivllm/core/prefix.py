@@ -19,8 +19,11 @@ def hash_block(parent: bytes, token_ids: list[int], keys: Sequence[str] = ()) ->
     SHA-256 and not Python's `hash`: hashes are the same in every process, whatever PYTHONHASHSEED is,
     and no one can craft a prompt that collides with another user's. keys: of the media in the block (`block_keys`).
     """
-    content = parent + array("q", token_ids).tobytes()
-    return sha256(content + repr(keys).encode() if keys else content).digest()
+    return _hash(parent, array("q", token_ids).tobytes(), keys)
+
+
+def _hash(parent: bytes, content: bytes, keys: Sequence[str]) -> bytes:
+    return sha256(parent + content + (repr(keys).encode() if keys else b"")).digest()
 
 
 def root_hash(request: Request) -> bytes:
@@ -35,10 +38,13 @@ def extend_block_hashes(request: Request, block_size: int) -> list[bytes]:
     full = request.num_tokens // block_size
     if len(hashes) < full:
         parent = hashes[-1] if hashes else root_hash(request)
-        media = request.mm_features
-        for start in range(len(hashes) * block_size, full * block_size, block_size):
+        media, first = request.mm_features, len(hashes) * block_size
+        numbers = array("q", tokens[first : full * block_size])
+        content, size = numbers.tobytes(), numbers.itemsize * block_size
+        for i in range(full - len(hashes)):
+            start = first + i * block_size
             keys = block_keys(media, start, start + block_size) if media else ()
-            parent = hash_block(parent, tokens[start : start + block_size], keys)
+            parent = _hash(parent, content[i * size : (i + 1) * size], keys)
             hashes.append(parent)
     return hashes
 

@@ -121,8 +121,8 @@ def test_too_small_a_pool_is_refused(n):
 
 
 def test_first_of_an_empty_queue():
-    with pytest.raises(IndexError, match="no free block"):
-        FreeBlockQueue().popleft()
+    with pytest.raises(IndexError, match="no free block: 1 wanted, 0 there"):
+        FreeBlockQueue().popleft_n(1)
 
 
 def test_queue_keeps_order():
@@ -132,3 +132,7 @@ def test_queue_keeps_order():
     queue.remove(a)
     assert list(queue) == [c, b]
     assert len(queue) == 2
+    queue.extend([a])
+    assert queue.popleft_n(2) == [c, b] and list(queue) == [a]
+    queue.extend([b, c])
+    assert queue.popleft_n(0) == [] and list(queue) == [a, b, c]
