@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from minivllm.attention.backend import FP8, AttentionBackend
+from minivllm.attention.numba_cuda import NumbaCudaBackend
 from minivllm.attention.select import select_backend
 from minivllm.attention.state import backend_needs
 from minivllm.core.config import (
@@ -49,7 +50,7 @@ from minivllm.runtime.machine import (
     settle_vector_math,
 )
 from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
-from minivllm.runtime.peak_memory import peak_bytes
+from minivllm.runtime.peak_memory import peak_bytes, rehearse
 from minivllm.runtime.sample_record import SampleLog, SampleRecord
 from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.transforms import Transform
@@ -231,6 +232,9 @@ def load_decoder(plan: EnginePlan, group: TensorGroup | None = None, stage: Stag
     if isinstance(plan.model.spec, TransformersSpec):
         return _load_transformers(plan, plan.model.spec)
     decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group, stage)
+    alone = decoder.group is None and decoder.stage.is_first and decoder.stage.is_last
+    if alone and isinstance(plan.backend, NumbaCudaBackend) and method == "gemv" and not plan.model.quantization:
+        rehearse(decoder, plan.config.kv_cache, plan.config.scheduler)
     decoder.load_weights(plan.model.weights(plan.config.dtype, device))
     if (args := plan.config.args).enable_lora:
         LoRAModel(decoder, args.max_loras, args.max_lora_rank, plan.config.scheduler.max_num_batched_tokens)

@@ -4,8 +4,10 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minivllm.attention.backend import AttentionBatch
+from minivllm.attention.numba_cuda import cuda_ops
 from minivllm.attention.state import cache_layout
 from minivllm.core.config import KVCacheConfig, SchedulerConfig
 from minivllm.core.speculative import SpeculativeConfig
@@ -14,9 +16,8 @@ from minivllm.sampling.transforms import draw, keep_from, top_p_threshold
 from minivllm.spec_decode.rejection import choose_by_ratio
 
 
-def peak_batch(limits: SchedulerConfig, block_size: int) -> AttentionBatch:
-    """`max_num_batched_tokens` tokens in prompts of `max_model_len`, the last one shorter, each in separate blocks from block 1 on."""
-    tokens, longest = limits.max_num_batched_tokens, limits.max_model_len
+def prompts_batch(tokens: int, longest: int, block_size: int) -> AttentionBatch:
+    """That many tokens in prompts of `longest`, the last one perhaps shorter, each in separate blocks from block 1 on."""
     lens = np.full(-(-tokens // longest), longest, np.int32)
     lens[-1] = tokens - longest * (len(lens) - 1)
     blocks = -(-lens // block_size)
@@ -29,13 +30,9 @@ def peak_batch(limits: SchedulerConfig, block_size: int) -> AttentionBatch:
     return AttentionBatch(starts, lens, table, slots.astype(np.int64))
 
 
-@torch.inference_mode()
-def run_largest_step(
-    decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig, speculative: SpeculativeConfig | None = None
-) -> int:
-    """Run the step of `peak_batch` with random tokens, and sample after as many of them as a step can. A proposer of the user's own
-    may give probabilities for all of its draft tokens. Returns the bytes of the step's cache."""
-    device, batch = decoder.device, peak_batch(limits, kv.block_size)
+def _run(decoder: Decoder, kv: KVCacheConfig, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+    """Run the layers for a batch of random tokens. Returns hidden states, and a cache in which it has room."""
+    device = decoder.device
     decoder.bind(kv)
     specs = decoder.attention_specs(kv.block_size)
     shape, dtype = cache_layout(decoder.backend, specs, int(batch.block_table.max()) + 1)
@@ -43,11 +40,22 @@ def run_largest_step(
     plans = [specs[group.layers[0]].planner(decoder.backend, device)(batch) for group in kv.groups]
     token_ids = torch.randint(decoder.spec.vocab_size, (batch.num_tokens,), device=device)
     positions = np.arange(batch.num_tokens) - np.repeat(batch.query_start_loc[:-1], batch.query_lens)
-    hidden = decoder.forward(token_ids, torch.from_numpy(positions).to(device), [cache] * kv.num_tensors, plans)
+    positions = torch.from_numpy(positions).to(device)
+    return decoder.forward(token_ids, positions, [cache] * kv.num_tensors, plans), cache
+
+
+@torch.inference_mode()
+def run_largest_step(
+    decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig, speculative: SpeculativeConfig | None = None
+) -> int:
+    """Run a step of `max_num_batched_tokens` random tokens in prompts of `max_model_len`, and sample after as many as a step can.
+
+    A proposer of the user's own may give probabilities for all of its draft tokens. Returns the bytes of the step's cache."""
+    hidden, cache = _run(decoder, kv, prompts_batch(limits.max_num_batched_tokens, limits.max_model_len, kv.block_size))
     if not decoder.stage.is_last:
         return cache.numel() * cache.element_size()
     logits = decoder.compute_logits(hidden[: limits.max_sampled_rows(speculative)])
-    rows = torch.full((len(logits),), 0.9, dtype=torch.float64, device=device)
+    rows = torch.full((len(logits),), 0.9, dtype=torch.float64, device=decoder.device)
     drawn, _ = draw(keep_from(logits, top_p_threshold(logits, rows)), rows)
     if speculative is not None and (not isinstance(speculative.method, str) or speculative.model is not None):
         given = torch.full_like(logits, 1 / logits.shape[1])
@@ -67,3 +75,24 @@ def peak_bytes(
     peak = torch.cuda.max_memory_allocated(decoder.device) - before - cache
     torch.cuda.empty_cache()
     return peak
+
+
+FIRST_STEPS = ((128, 1), (8, 1), (1, 1), (1, 16), (1, 64))
+"""Tokens of each request, and requests, of steps that use all kernels that a model's first steps do: a long and a short prompt, and decoding."""
+
+
+@torch.inference_mode()
+def rehearse(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig) -> list[str]:
+    """Let other processes compile the kernels of `FIRST_STEPS` that were never compiled, while weights are read and the GPU is made ready.
+
+    The steps run but for the kernels, so weights need not be there, nor does it matter what is computed. Returns the kernels' names.
+    """
+    with cuda_ops().rehearsal(decoder.device) as kernels:
+        for tokens, requests in FIRST_STEPS:
+            tokens = min(tokens, limits.max_model_len)
+            hidden, _ = _run(decoder, kv, prompts_batch(tokens * requests, tokens, kv.block_size))
+            if decoder.head is not None:
+                last = hidden[tokens - 1 :: tokens]
+                decoder.ops.argmax(decoder.compute_logits(last))
+                decoder.compute_argmax(last)
+    return [kernel.name for kernel in kernels]

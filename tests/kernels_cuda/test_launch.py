@@ -1,7 +1,10 @@
 """What surrounds the kernels, without a GPU: parameter layout, the PTX cache, refusals."""
 
 import ctypes
+import dataclasses
 import gc
+import os
+import pickle
 import subprocess
 import sys
 
@@ -130,6 +133,63 @@ def test_asking_about_a_cpu_does_not_import_numba():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+COMPILES = """
+import os, sys
+from minivllm_kernels.cuda import launch, simt
+launch.compiler_missing = lambda: None
+simt.CudaKernel.ptx = lambda self, cc: f"{self.name} for {cc} by {os.getpid()}"
+"""
+
+
+@pytest.fixture
+def ahead(monkeypatch, tmp_path):
+    """A compiler on three cores. Other processes do not find it."""
+    monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(launch, "compiler_missing", lambda: None)
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(simt.CudaKernel, "ptx", lambda self, cc: f"{self.name} for {cc} by this process")
+    return [pointwise.silu_mul("float16", 64 * n) for n in range(1, 5)]
+
+
+def test_kernels_are_compiled_ahead_by_other_processes(monkeypatch, ahead):
+    before, after = launch.COMPILER.split("from minivllm_kernels", 1)
+    monkeypatch.setattr(launch, "COMPILER", before + COMPILES + "from minivllm_kernels" + after)
+    launch.cached_ptx(ahead[1], (9, 0))
+    assert launch.compile_ahead([*ahead, ahead[0]], (9, 0)) == 3
+    assert launch.compile_ahead(ahead, (9, 0)) == 0  # they are at it
+    texts = [launch.cached_ptx(kernel, (9, 0)) for kernel in ahead]
+    assert texts[1] == f"{ahead[1].name} for (9, 0) by this process"
+    others = texts[:1] + texts[2:]
+    assert len({text.split()[-1] for text in others} - {"process"}) == 3
+    assert [text.rsplit(" ", 1)[0] for text in others] == [f"{ahead[i].name} for (9, 0) by" for i in (0, 2, 3)]
+    assert launch.compile_ahead(ahead, (9, 0)) == 0
+    assert launch.compile_ahead([dataclasses.replace(ahead[0], name="of a chapter", maker=None)], (9, 0)) == 0
+
+
+def test_what_fails_ahead_is_compiled_here(ahead, caplog):
+    assert launch.compile_ahead(ahead[:2], (8, 0)) == 2
+    for kernel in ahead[:2]:
+        assert launch.cached_ptx(kernel, (8, 0)) == f"{kernel.name} for (8, 0) by this process"
+    assert len(caplog.records) == 2
+    assert (
+        "compiling kernels ahead failed" in caplog.text and "cannot be compiled: numba-cuda is not inst" in caplog.text
+    )
+
+
+def test_one_core_compiles_nothing_ahead(monkeypatch, ahead):
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: {0})
+    assert launch.compile_ahead(ahead, (9, 0)) == 0
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(launch, "compiler_missing", lambda: "no compiler")
+    assert launch.compile_ahead(ahead, (9, 0)) == 0
+
+
+def test_no_more_is_compiled_for_a_process_that_is_gone(ahead):
+    job = (os.getpid(), (9, 0), [kernel.maker for kernel in ahead])
+    launch.compile_job(pickle.dumps(job))
+    assert not launch.cache_dir().exists()
 
 
 def test_the_collector_is_on_again_after_a_compilation():

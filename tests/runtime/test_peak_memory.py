@@ -9,13 +9,13 @@ from tiny_models import hf_model
 from minivllm.core.config import KVCacheConfig, SchedulerConfig, make_kv_cache_groups
 from minivllm.core.speculative import SpeculativeConfig
 from minivllm.runtime import peak_memory
-from minivllm.runtime.peak_memory import peak_batch, run_largest_step
+from minivllm.runtime.peak_memory import prompts_batch, run_largest_step
 from minivllm.spec_decode.proposers import NgramProposer
 
 
 @pytest.mark.parametrize(("budget", "longest", "lens"), [(40, 16, [16, 16, 8]), (32, 16, [16, 16]), (10, 64, [10])])
 def test_the_largest_step_is_the_whole_budget_in_the_longest_prompts(budget, longest, lens):
-    batch = peak_batch(SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=longest), 8)
+    batch = prompts_batch(budget, longest, 8)
     batch.check(8)
     assert batch.seq_lens.tolist() == lens and batch.num_tokens == budget
     assert len(set(batch.slot_mapping.tolist())) == budget and batch.slot_mapping.min() == 8

@@ -3,7 +3,6 @@
 # Generated from nbs/numba_kernels/cuda/all_reduce.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import ctypes
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from minivllm_kernels.cuda.launch import driver
-from minivllm_kernels.cuda.simt import CudaKernel, Half, cuda, device, f32, half_ops, i64, kernel, u32
+from minivllm_kernels.cuda.simt import CudaKernel, Half, cuda, device, f32, half_ops, i64, kernel, kernel_maker, u32
 from minivllm_kernels.cuda.warp import grid_release, grid_wait, instruction, ldg128, stg128
 
 
@@ -166,7 +165,7 @@ ALL_REDUCE_SIGNATURE = "u32* i64* i32 i32 i32 i32"
 """x; addresses of the ranks' buffers; this rank; pieces of 16 bytes in x, of a block, and that a region has room for."""
 
 
-@functools.cache
+@kernel_maker
 def one_shot(dtype: str, ranks: int, threads: int = THREADS, polls: int = POLLS) -> CudaKernel:
     """x = the sum of what the ranks have, in place. Grid (blocks, 1), with the same arguments on every rank."""
     if not 2 <= ranks <= MOST_RANKS:

@@ -2,10 +2,9 @@
 
 # Generated from nbs/numba_kernels/cuda/cache.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import functools
 from typing import Any
 
-from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i64, kernel, u32
+from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i64, kernel, kernel_maker, u32
 from minivllm_kernels.cuda.warp import (
     as_word,
     fmax_or_nan,
@@ -25,7 +24,7 @@ RESHAPE_SIGNATURE = " ".join(
 )
 
 
-@functools.cache
+@kernel_maker
 def reshape_and_cache(block_size: int, threads: int = 128, to_fp8: str | None = None) -> CudaKernel:
     """Scatter the rows of k and v to their slots. Grid (tokens, 1). to_fp8: the dtype of k and v if the
     cache is e4m3; None if the cache has their dtype."""
@@ -106,7 +105,7 @@ def int8_writer(dtype: str, head_dim: int) -> Any:
 INT8_WARPS = 4
 
 
-@functools.cache
+@kernel_maker
 def reshape_and_cache_int8(dtype: str, kv_heads: int, head_dim: int, block_size: int) -> CudaKernel:
     """Round the rows of k and v and scatter them to their slots. Grid (tokens, ceil(2 kv_heads / INT8_WARPS))."""
     HEADS, BS, HALF, W, EACH = kv_heads, block_size, head_dim // 4, head_dim // 2, -(-head_dim // 128)
@@ -142,7 +141,7 @@ COPY_SIGNATURE = "u32* u32* i64* i64 i64 i64"
 """source, destination, pairs (source block, destination block), words from K to V in each, words of a block."""
 
 
-@functools.cache
+@kernel_maker
 def copy_blocks(threads: int = 256) -> CudaKernel:
     """Copy blocks between two caches, or within one. Grid (blocks that share a pair, pairs); K, then V."""
 

@@ -2,7 +2,6 @@
 
 # Generated from nbs/numba_kernels/cuda/decode.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ from minivllm_kernels.cuda.simt import (
     i32,
     i64,
     kernel,
+    kernel_maker,
     u32,
 )
 from minivllm_kernels.cuda.warp import (
@@ -480,7 +480,7 @@ def warp_store(shape: AttentionShape, pitch: int) -> Any:
     return store_warp
 
 
-@functools.cache
+@kernel_maker
 def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     """Split-KV on tensor cores (rung 3 of the chapter). Grid (KV heads * mma_parts, items). The last block of a cut sequence merges."""
     D, G, CAP, PARTS = shape.head_dim, shape.group, shape.soft_cap, mma_parts(shape)

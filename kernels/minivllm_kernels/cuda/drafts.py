@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from minivllm_kernels.cuda.planning import FIELDS, WORK_END, WORK_FIRST, WORK_PLANNED, WORK_ROW, WORK_SEQ
-from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, i32, i64, kernel
+from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, i32, i64, kernel, kernel_maker
 
 NOT_DRAFTED = -1  # in the places of a token that the host knows, and of a guess that was not made
 THREADS = 128
@@ -19,7 +19,7 @@ PLACE_SIGNATURE = " ".join(
 )
 
 
-@functools.cache
+@kernel_maker
 def place_tokens(block_size: int) -> CudaKernel:
     """Give drafted tokens their ids, positions, slots and ends of attention. Grid (ceil(items / THREADS), 1).
 
@@ -103,7 +103,7 @@ VERIFY_SIGNATURE = " ".join(
 )
 
 
-@functools.cache
+@kernel_maker
 def verify_drafts(lookup: tuple[int, int] | None) -> CudaKernel:
     """Accept guesses as long as the model chose the same tokens, append what it chose, and guess the next tokens. Grid (requests, 1).
 

@@ -2,11 +2,10 @@
 
 # Generated from nbs/numba_kernels/cuda/gemv.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import functools
 from dataclasses import dataclass
 
 from minivllm_kernels.cuda.pointwise import silu_word
-from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i64, kernel, u32
+from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i64, kernel, kernel_maker, u32
 from minivllm_kernels.cuda.warp import grid_release, grid_wait, ldg128, ldg128_stream, shfl_xor
 
 GEMV_SIGNATURE = "u32* u32* u32* i32 i32 i32 i32"
@@ -30,7 +29,7 @@ def _rounds(each: int, most: int) -> tuple[int, int]:
     return rounds, -(-each // rounds)
 
 
-@functools.cache
+@kernel_maker
 def fma_gemv(dtype: str, features: int, split: int, gated: bool = False) -> CudaKernel:
     """out [1, N] = x [1, features] @ weight [N, features].T, for even N. `split` warps share 2 rows of the weight, or 4 if gated.
 
@@ -113,7 +112,7 @@ def mma_warps(split: int) -> int:
     return max(4, split)
 
 
-@functools.cache
+@kernel_maker
 def mma_gemv(dtype: str, features: int, rows: int, split: int, gated: bool = False) -> CudaKernel:
     """As `fma_gemv`, for up to `rows` rows. `split` warps share 16 rows of the weight, 8 and 8 if gated.
 

@@ -2,18 +2,29 @@
 
 # Generated from nbs/numba_kernels/cuda/launch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
+import pickle
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minivllm_kernels.cuda.simt import SIM, CudaKernel
+
+logger = logging.getLogger(__name__)
 
 CODES = {"f32": "f", "i32": "i", "u32": "I", "i64": "q", "map": "128s"}
 
@@ -127,19 +138,32 @@ def _version(package: str) -> str:
         return "none"
 
 
-def fingerprint(kernel: CudaKernel, cc: tuple[int, int]) -> str:
-    """A hash of everything that the PTX of a kernel depends on."""
-    digest = hashlib.sha256(repr((kernel.name, kernel.signature, kernel.threads, kernel.min_blocks, cc)).encode())
-    for package in ("numba-cuda", "nvidia-nvvm", "nvidia-cuda-nvcc", "llvmlite", "numba"):
-        digest.update(_version(package).encode())
+@functools.cache
+def _sources() -> bytes:
+    """A hash of the compiler's versions and the kernels' modules."""
+    packages = ("numba-cuda", "nvidia-nvvm", "nvidia-cuda-nvcc", "llvmlite", "numba")
+    digest = hashlib.sha256("".join(map(_version, packages)).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    return digest.hexdigest()[:24]
+    return digest.digest()
+
+
+def fingerprint(kernel: CudaKernel, cc: tuple[int, int]) -> str:
+    """A hash of everything that the PTX of a kernel depends on."""
+    about = repr((kernel.name, kernel.signature, kernel.threads, kernel.min_blocks, cc))
+    return hashlib.sha256(about.encode() + _sources()).hexdigest()[:24]
+
+
+def ptx_file(kernel: CudaKernel, cc: tuple[int, int]) -> Path:
+    """Where a kernel's PTX is kept."""
+    return cache_dir() / f"{kernel.name}-{fingerprint(kernel, cc)}.ptx"
 
 
 def cached_ptx(kernel: CudaKernel, cc: tuple[int, int]) -> str:
-    """The kernel's PTX: from the cache, or compiled and put there."""
-    path = cache_dir() / f"{kernel.name}-{fingerprint(kernel, cc)}.ptx"
+    """The kernel's PTX: from the cache, or compiled and put there. Waits for a process that compiles it ahead."""
+    path = ptx_file(kernel, cc)
+    if (compiler := _ahead.pop(path, None)) is not None:
+        compiler.wait_for(path)
     if path.exists():
         return path.read_text()
     if (missing := compiler_missing()) is not None:
@@ -150,6 +174,68 @@ def cached_ptx(kernel: CudaKernel, cc: tuple[int, int]) -> str:
         file.write(text)
     os.replace(file.name, path)  # whole, or not at all: other processes may be looking
     return text
+
+
+COMPILER = """
+import pickle, sys
+sys.path[:], job = pickle.load(sys.stdin.buffer)
+from minivllm_kernels.cuda.launch import compile_job
+compile_job(job)
+"""
+
+
+@dataclass
+class Compiler:
+    """A process that compiles kernels into the cache. `errors`: the file that it writes to if it fails."""
+
+    process: subprocess.Popen
+    errors: Any
+
+    def wait_for(self, path: Path) -> None:
+        """Until a file is in the cache, or, with a warning, will not be."""
+        while not path.exists() and self.process.poll() is None:
+            time.sleep(0.005)
+        if not path.exists():
+            self.errors.seek(0)
+            said = self.errors.read().decode(errors="replace").strip().splitlines() or ["no message"]
+            logger.warning("compiling kernels ahead failed, %s is compiled when it is needed: %s", path.stem, said[-1])
+
+
+_ahead: dict[Path, Compiler] = {}
+
+
+def compile_ahead(kernels: Sequence[CudaKernel], cc: tuple[int, int]) -> int:
+    """Begin to compile the kernels that are not in the cache, the first ones first, in as many processes as there are cores.
+
+    Returns the number of processes: 0 on one core, or where nothing can be compiled. They end by themselves, at the latest
+    when they have compiled what they are at and this process is gone.
+    """
+    files = {ptx_file(kernel, cc): kernel.maker for kernel in kernels if kernel.maker is not None}
+    missing = {path: maker for path, maker in files.items() if path not in _ahead and not path.exists()}
+    if (cores := len(os.sched_getaffinity(0))) < 2 or compiler_missing() is not None:
+        return 0
+    count = min(cores, len(missing))
+    for first in range(count):
+        some = list(missing)[first::count]
+        job = pickle.dumps((os.getpid(), cc, [missing[path] for path in some]))
+        errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", COMPILER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # if it died, it has said why
+            pipe.write(pickle.dumps((sys.path, job)))
+        _ahead.update(dict.fromkeys(some, Compiler(process, errors)))
+    return count
+
+
+def compile_job(job: bytes) -> None:
+    """What the processes of `compile_ahead` do."""
+    parent, cc, makers = pickle.loads(job)
+    for make, args, kwargs in makers:
+        if os.getppid() != parent:
+            return
+        cached_ptx(make(*args, **kwargs), cc)
 
 
 CONFIG = struct.Struct("=7I4xQQI4x")
@@ -190,6 +276,11 @@ class Launch:
             self.driver.check(code, f"launching {self.kernel.name} on a grid of {grid_x} x {grid_y}")
 
 
+def ptx_target(cc: tuple[int, int]) -> tuple[int, int]:
+    """The compute capability that is compiled for, given a card's: PTX for 9.0 runs on later cards too."""
+    return min(cc, (9, 0))
+
+
 _launches: dict[tuple[int, int], Launch] = {}
 _loading = threading.Lock()
 
@@ -200,5 +291,5 @@ def launcher(kernel: CudaKernel, device: int, cc: tuple[int, int]) -> Launch:
     if key not in _launches:
         with _loading:
             if key not in _launches:
-                _launches[key] = Launch(kernel, min(cc, (9, 0)))  # PTX for 9.0 runs on later cards too
+                _launches[key] = Launch(kernel, ptx_target(cc))
     return _launches[key]

@@ -2,9 +2,7 @@
 
 # Generated from nbs/numba_kernels/cuda/lora.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import functools
-
-from minivllm_kernels.cuda.simt import CudaKernel, cuda, f32, half_ops, i32, i64, kernel, u32, warp_sum
+from minivllm_kernels.cuda.simt import CudaKernel, cuda, f32, half_ops, i32, i64, kernel, kernel_maker, u32, warp_sum
 from minivllm_kernels.cuda.warp import grid_release, grid_wait, ldg128, stg128
 
 ROWS = 4
@@ -18,7 +16,7 @@ SHRINK_SIGNATURE = "f32* u32* u32* i32* i32* i32 i32 i32"
 """h, x, A, work, ranks; parts; room; words from one row of x to the next."""
 
 
-@functools.cache
+@kernel_maker
 def lora_shrink(dtype: str, features: int) -> CudaKernel:
     """h = x A^T for each row in `work`, with the A of its slot. Grid (ceil(rows / ROWS), parts * room / RANKS).
 
@@ -86,7 +84,7 @@ EXPAND_SIGNATURE = "u32* f32* u32* i32* i32* i32* i32 i32 i32 i32"
 """out, h, B, work, ranks, the part of each 8 outputs; parts; room; outputs; words from one row of out to the next."""
 
 
-@functools.cache
+@kernel_maker
 def lora_expand(dtype: str) -> CudaKernel:
     """out += h B^T, in place, for each row in `work`, with the B of its slot. Ranks are multiples of 8.
 

@@ -9,7 +9,7 @@ from typing import Any
 from minivllm_kernels.cuda.pointwise import silu_word
 from minivllm_kernels.cuda.prefill import U32
 from minivllm_kernels.cuda.prefill_hopper import HOPPER, SHARED_LIMIT, next_stage
-from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i32, i64, kernel
+from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i32, i64, kernel, kernel_maker
 from minivllm_kernels.cuda.warp import smem_addr
 from minivllm_kernels.cuda.wgmma import (
     K_MAJOR,
@@ -197,7 +197,7 @@ def finisher(dtype: str, tile: MatmulTile) -> tuple[Any, Any]:
     return push, finish
 
 
-@functools.cache
+@kernel_maker
 def wgmma_matmul(dtype: str, tile: MatmulTile) -> CudaKernel:
     """out [rows, N] = x [rows, features] @ weight.T for up to 64 rows and even N, gated or not as in `gemv.fma_gemv`. Sums are float32.
 

@@ -4,7 +4,9 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +24,7 @@ from minivllm_kernels.cuda.all_reduce import (
     split_pieces,
 )
 from minivllm_kernels.cuda.gemv import MMA_ROWS, choose_gemv
-from minivllm_kernels.cuda.launch import compiler_missing, launcher
+from minivllm_kernels.cuda.launch import compile_ahead, compiler_missing, launcher, ptx_target
 from minivllm_kernels.cuda.matmul_hopper import (
     MATMUL_ROWS,
     STEP,
@@ -109,6 +111,7 @@ def uses_wgmma(shape: AttentionShape, device: torch.device) -> bool:
     return hopper_unsupported(shape, _properties(_index(device))[0]) is None
 
 
+@functools.cache
 def device_unsupported(device: torch.device) -> str | None:
     """Why kernels cannot run on this device, in words; None if they can."""
     if device.type != "cuda":
@@ -131,8 +134,32 @@ def fp8_unsupported(device: torch.device) -> str | None:
     return f"an fp8 KV cache needs compute capability 8.9 (Ada, Hopper) or later, and {device} has {major}.{minor}"
 
 
+class Rehearsal(threading.local):
+    """The kernels that this thread would have launched; None outside of a rehearsal."""
+
+    kernels: dict[CudaKernel, None] | None = None
+
+
+_rehearsal = Rehearsal()
+
+
+@contextmanager
+def rehearsal(device: torch.device) -> Iterator[dict[CudaKernel, None]]:
+    """Within it, this thread launches no kernel, but notes it. At the end, other processes begin to compile those that are not in the cache."""
+    kernels: dict[CudaKernel, None] = {}
+    _rehearsal.kernels = kernels
+    try:
+        yield kernels
+    finally:
+        _rehearsal.kernels = None
+    compile_ahead(list(kernels), ptx_target(_properties(_index(device))[0]))
+
+
 def run(kernel: CudaKernel, device: torch.device, grid: tuple[int, int], *numbers: Any) -> None:
     """Launch on torch's current stream of a device."""
+    if _rehearsal.kernels is not None:
+        _rehearsal.kernels[kernel] = None
+        return
     index = _index(device)
     if grid[0] and grid[1]:
         launch = launcher(kernel, index, _properties(index)[0])

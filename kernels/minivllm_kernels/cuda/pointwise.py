@@ -16,6 +16,7 @@ from minivllm_kernels.cuda.simt import (
     i32,
     i64,
     kernel,
+    kernel_maker,
     u32,
     warp_max,
     warp_sum,
@@ -40,7 +41,7 @@ NORM_SIGNATURE = "u32* u32* u32* u32* f32 i32 i32 i32"
 """out, residual, x, weight; eps; 1 if there is a residual to add; words from one row of x and of out to the next."""
 
 
-@functools.cache
+@kernel_maker
 def add_rms_norm(dtype: str, hidden: int) -> CudaKernel:
     """residual += x; out = rms_norm(residual) * weight. Grid (tokens, 1). Without residual: out = rms_norm(x) * weight."""
     if hidden % 8 or not 8 <= hidden <= 16384:
@@ -120,7 +121,7 @@ ROPE_NARROW_SIGNATURE = ROPE_SIGNATURE.replace("u32* u32* u32*", "u32* u16* u16*
 ROPE_WARPS = 4
 
 
-@functools.cache
+@kernel_maker
 def rope_and_cache(
     dtype: str,
     heads: int,
@@ -262,7 +263,7 @@ def silu_word(dtype: str) -> Any:
     return silu
 
 
-@functools.cache
+@kernel_maker
 def silu_mul(dtype: str, size: int) -> CudaKernel:
     """out [T, size] = silu(x[:, :size]) * x[:, size:]. Grid (tokens, ceil(size / (8 * SILU_THREADS)))."""
     if size % 8:
@@ -308,7 +309,7 @@ def _unpacker(dtype: str) -> tuple[int, Any]:
     return 2, one_of_two
 
 
-@functools.cache
+@kernel_maker
 def first_largest(dtype: str) -> CudaKernel:
     """out int64 [rows]: the place of each row's largest number, the first of equals; -1 if that is infinite or the row has a NaN.
 

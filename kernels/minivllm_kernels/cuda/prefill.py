@@ -19,7 +19,7 @@ from minivllm_kernels.cuda.planning import (
     TILE_SEQ,
     AttentionShape,
 )
-from minivllm_kernels.cuda.simt import NEG, CudaKernel, cuda, device, f32, half_ops, i64, kernel
+from minivllm_kernels.cuda.simt import NEG, CudaKernel, cuda, device, f32, half_ops, i64, kernel, kernel_maker
 from minivllm_kernels.cuda.warp import (
     SIM,
     as_f32,
@@ -127,7 +127,7 @@ def tile_loaders(shape: AttentionShape, warps: int) -> tuple[Any, Any]:
                 at = (i64(row0) + min(r // G, queries - 1)) * q_s + (kvh * G + r % G) * W + column * 4
                 fetch_q(sa, local * PITCH + column * 16, q, at)
 
-    @device
+    @functools.partial(device, early=True)  # registers would be spilled
     def load_kv(to, cache, base, oldest, newest, table, pages, s_blk, s_tok, kv_at, sa, tid):
         """Start fetching the keys from `base` on; tokens that no row sees are replaced by one that is seen."""
         column = tid % COLUMNS
@@ -278,7 +278,7 @@ def tile_softmax(shape: AttentionShape, warps: int) -> tuple[Any, Any, Any]:
     return mask, softmax, store
 
 
-@functools.cache
+@kernel_maker
 def mma_tiles(shape: AttentionShape, warps: int) -> CudaKernel:
     """Rung 3: tensor cores. Grid (KV heads, tiles of warps * warp_rows(shape) rows)."""
     G, CAP, KEYS, RW, PITCH = shape.group, shape.soft_cap, tile_keys(shape), warp_rows(shape), pitch_of(shape)

@@ -18,7 +18,7 @@ from minivllm_kernels.cuda.planning import (
     AttentionShape,
 )
 from minivllm_kernels.cuda.prefill import U32
-from minivllm_kernels.cuda.simt import NEG, CudaKernel, cuda, device, f32, half_ops, i32, i64, kernel, u32
+from minivllm_kernels.cuda.simt import NEG, CudaKernel, cuda, device, f32, half_ops, i32, i64, kernel, kernel_maker, u32
 from minivllm_kernels.cuda.warp import atomic_inc, exp2, fmax, shfl_xor, smem_addr, stg128
 from minivllm_kernels.cuda.wgmma import (
     K_MAJOR,
@@ -544,7 +544,7 @@ def consumer(tile: HopperTile) -> Any:
     return consume
 
 
-@functools.cache
+@kernel_maker
 def wgmma_tiles(shape: AttentionShape) -> CudaKernel:
     """Rung 4: warpgroups multiply straight from shared memory. Grid (multiprocessors, 1), or fewer if there is less work."""
     tile = HopperTile(shape)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i32, i64, kernel, u32
+from minivllm_kernels.cuda.simt import CudaKernel, cuda, device, f32, half_ops, i32, i64, kernel, kernel_maker, u32
 from minivllm_kernels.cuda.warp import (
     as_f32,
     cp_commit,
@@ -582,7 +582,7 @@ def _finish(plan: Plan) -> Any:
     return finish
 
 
-@functools.cache
+@kernel_maker
 def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
     """out [rows, N] = x [rows, features] @ weight.T for up to `rows` rows, 8 or 16, and even N of `16 tiling.tiles` or more, padded. Any grid (blocks, 1).
 
@@ -701,7 +701,7 @@ def choose_tiling(format: Format, outputs: int, rows: int, multiprocessors: int,
     return Tiling(2, 8, 4, 1)
 
 
-@functools.cache
+@kernel_maker
 def dequantize(format: Format) -> CudaKernel:
     """out [outputs, features] in the dtype of the activations: the weights of the outputs from `first` on, a multiple of 16.
 

@@ -2,9 +2,19 @@
 
 # Generated from nbs/numba_kernels/cuda/scan.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import functools
-
-from minivllm_kernels.cuda.simt import LOG2E, CudaKernel, cuda, device, f32, group_sum, i32, i64, kernel, warp_sum
+from minivllm_kernels.cuda.simt import (
+    LOG2E,
+    CudaKernel,
+    cuda,
+    device,
+    f32,
+    group_sum,
+    i32,
+    i64,
+    kernel,
+    kernel_maker,
+    warp_sum,
+)
 from minivllm_kernels.cuda.warp import exp2
 
 SEQUENCES = "f32* i64 i64* i64* i64*"
@@ -23,7 +33,7 @@ CONV_SIGNATURE = f"f32* f32* f32* f32* i32 {SEQUENCES}"
 """out and u [T, channels], weight [taps, channels], bias [channels]; channels."""
 
 
-@functools.cache
+@kernel_maker
 def conv(taps: int) -> CudaKernel:
     """A causal convolution of each channel, whose last inputs a thread keeps. Grid (sequences, ceil(channels / THREADS))."""
     K, BEFORE = taps, max(taps - 1, 1)
@@ -57,7 +67,7 @@ SELECTIVE_SIGNATURE = f"f32* f32* f32* f32* f32* f32* f32* i32 {SEQUENCES}"
 """out, x and step sizes [T, channels], A [N, channels], B and C [T, N], D [channels]; channels. States are [N, channels]."""
 
 
-@functools.cache
+@kernel_maker
 def selective(state_size: int) -> CudaKernel:
     """The selective scan. A thread has a channel's state in its registers. Grid (sequences, ceil(channels / THREADS))."""
     N = state_size
@@ -89,7 +99,7 @@ SSD_SIGNATURE = f"f32* f32* f32* f32* f32* f32* f32* i32 i32 {SEQUENCES}"
 """out and x [T, heads, P], step sizes [T, heads], A [heads], B and C [T, groups, N], D [heads]; heads; groups. States are [heads, P, N]."""
 
 
-@functools.cache
+@kernel_maker
 def ssd(head_dim: int, state_size: int) -> CudaKernel:
     """SSD, token by token. A warp has a row of a head's state in its registers. Grid (sequences, heads)."""
     if state_size % 32:
@@ -126,7 +136,7 @@ CHUNK = 16
 """Tokens of a chunk of `ssd_chunks`."""
 
 
-@functools.cache
+@kernel_maker
 def ssd_chunks(head_dim: int, state_size: int) -> CudaKernel:
     """SSD, chunk by chunk. Four threads have a row of a head's state in their registers, and B, C and what a token reads of
     another are in shared memory. Grid (sequences, heads)."""
@@ -201,7 +211,7 @@ DELTA_SIGNATURE = f"f32* f32* f32* f32* f32* f32* i32 {SEQUENCES}"
 [heads, K, V]."""
 
 
-@functools.cache
+@kernel_maker
 def delta(k_dim: int, v_dim: int) -> CudaKernel:
     """The gated delta rule. A thread has a column of a head's state, in memory: it is too long for registers. Grid (sequences, heads)."""
     if v_dim > 1024:

@@ -2,13 +2,15 @@
 
 # Generated from nbs/numba_kernels/cuda/simt.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import functools
 import gc
 import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from minivllm_kernels.cuda.warp import SIM, fmax, shfl_xor, types
 
 __all__ = [
     "HALVES", "LOG2E", "NEG", "NUMPY", "CudaKernel", "Half", "device", "f32", "group_sum", "half_ops", "i32",
-    "i64", "kernel", "numba_types", "u32", "warp_max", "warp_sum",
+    "i64", "kernel", "kernel_maker", "numba_types", "u32", "warp_max", "warp_sum",
 ]  # fmt: skip
 
 
@@ -64,9 +66,13 @@ def numba_types(signature: str) -> list[Any]:
     return [types.CPointer(_numba(a[:-1])) if a.endswith("*") else _numba(a) for a in kinds]
 
 
-def device(function: Callable) -> Any:
-    """A function that kernels call, always inlined (arrays of registers cannot cross a real call)."""
-    return function if SIM else cuda.jit(device=True, inline="always")(function)
+def device(function: Callable, early: bool = False) -> Any:
+    """A function that kernels call. LLVM inlines it, always: arrays of registers cannot cross a real call.
+
+    early: numba inlines it instead, again at each call and before types are known. That takes longer to compile.
+    """
+    how = {"inline": "always"} if early else {"forceinline": True, "fastmath": True}
+    return function if SIM else cuda.jit(device=True, **how)(function)
 
 
 @device
@@ -145,15 +151,23 @@ if SIM:
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
-    """Keep the garbage collector off while compiling: it scans the compiler's objects again and again, and a kernel would take half as long again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+def _compiling(cc: tuple[int, int]) -> Iterator[None]:
+    """Keep the garbage collector off while compiling: it scans the compiler's objects again and again, and a kernel would take half as long again.
+
+    And answer numba when it asks for which GPU a function that a kernel calls is compiled: it would start CUDA to look for one."""
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.cuda import dispatcher
+
+    with global_compiler_lock:
+        was_on, current = gc.isenabled(), dispatcher.get_current_device
+        dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=cc)
+        gc.disable()
+        try:
+            yield
+        finally:
+            dispatcher.get_current_device = current
+            if was_on:
+                gc.enable()
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +181,7 @@ class CudaKernel:
     shared_bytes: dynamic shared memory per block.
     hopper_only: it has instructions (wgmma, setmaxnreg) that compute capability 9.0 has and no later one.
     cluster: neighbouring blocks that start together and reach each other's shared memory; a grid is a multiple of it.
+    maker: the function and the arguments that made it, by which another process can make it; None if that is not known.
     """
 
     name: str
@@ -177,6 +192,7 @@ class CudaKernel:
     shared_bytes: int = 0
     hopper_only: bool = False
     cluster: int = 1
+    maker: tuple[Callable[..., "CudaKernel"], tuple, dict[str, Any]] | None = None
 
     def simulate(self, grid: tuple[int, int], *arguments: Any) -> None:
         """Run in numba's simulator; arrays are NumPy arrays of the pointed-to type, changed in place."""
@@ -197,7 +213,7 @@ class CudaKernel:
         if self.hopper_only and cc != (9, 0):
             raise ValueError(f"kernel {self.name} runs on compute capability 9.0 only, not on {cc[0]}.{cc[1]}")
         signature, target = types.void(*numba_types(self.signature)), (*cc, "a") if self.hopper_only else cc
-        with _no_collections():
+        with _compiling(cc):
             text, _ = cuda.compile(
                 self.function, signature, cc=target, device=False, abi="numba", output="ptx", fastmath=True
             )
@@ -246,3 +262,14 @@ def kernel(
     return lambda function: CudaKernel(
         name, function, signature, threads, min_blocks, shared_bytes, hopper_only, cluster
     )
+
+
+def kernel_maker(make: Callable[..., CudaKernel]) -> Callable[..., CudaKernel]:
+    """Decorator of a module's function that makes kernels: it makes each once, and notes its `maker`. Arguments are hashable, and can be pickled."""
+
+    @functools.cache
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> CudaKernel:
+        return replace(make(*args, **kwargs), maker=(made, args, kwargs))
+
+    return made

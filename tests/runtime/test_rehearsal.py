@@ -1,0 +1,57 @@
+"""The kernels of first steps, compiled ahead. No GPU: what would be launched is noted."""
+
+import pytest
+import tiny_models
+import torch
+
+from minivllm import LLM, SamplingParams
+from minivllm.attention.numba_cuda import NumbaCudaBackend
+from minivllm_kernels.cuda import ops
+
+HEADS = {"head_dim": 64, "num_attention_heads": 4, "hidden_size": 128, "intermediate_size": 192}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU in name: kernels are noted, and their results are whatever is there, but token 0 for an argmax."""
+    launched, ahead, run, largest = {}, [], ops.run, ops.first_largest
+
+    def note(kernel, device, grid, *numbers):
+        if ops._rehearsal.kernels is not None:
+            return run(kernel, device, grid, *numbers)
+        if grid[0] and grid[1]:
+            launched[kernel] = None
+
+    monkeypatch.setattr(NumbaCudaBackend, "unsupported", lambda self, spec, device: None)
+    monkeypatch.setattr(ops, "device_unsupported", lambda device: None)
+    monkeypatch.setattr(ops, "_properties", lambda index: ((9, 0), 132))
+    monkeypatch.setattr(ops, "_index", lambda device: 0)
+    monkeypatch.setattr(ops, "upload", lambda arrays, device: [torch.from_numpy(x.copy()) for x in arrays])
+    for maps in ("query_map", "attention_maps", "matmul_maps"):  # the driver makes them
+        monkeypatch.setattr(ops, maps, lambda *args: ())
+    monkeypatch.setattr(ops, "run", note)
+    monkeypatch.setattr(ops, "first_largest", lambda x: largest(x).zero_())
+    monkeypatch.setattr(ops, "compile_ahead", lambda kernels, cc: ahead.append((kernels, cc)))
+    return launched, ahead
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3", "mixtral"])
+def test_the_rehearsal_has_every_kernel_of_first_steps(gpu, name, monkeypatch, tmp_path):
+    launched, ahead = gpu
+    family, changes = tiny_models.TINY_MODELS[name]
+    monkeypatch.setitem(tiny_models.TINY_MODELS, "wide", (family, {**changes, **HEADS}))
+    folder = tiny_models.save_tiny_model("wide", tmp_path / "model")
+    how = {"device": "cpu", "dtype": "bfloat16", "attention_backend": "numba_cuda", "num_gpu_blocks": 400, "max_num_seqs": 64}  # fmt: skip
+    params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
+    with LLM(str(folder), load_format="dummy", **how) as llm:
+        ((kernels, cc),) = ahead
+        assert cc == (9, 0) and not launched
+        assert all(
+            kernel.maker is not None and kernel.maker[0](*kernel.maker[1], **kernel.maker[2]) is kernel
+            for kernel in kernels
+        )
+        for count, tokens in ((1, 5), (1, 100), (1, 1), (14, 30), (60, 2)):
+            llm.generate([{"prompt_token_ids": [1] * tokens}] * count, params, use_tqdm=False)
+            assert {kernel.name for kernel in launched} <= {kernel.name for kernel in kernels}
+    assert len(launched) > 8
+    assert any(kernel.name.startswith("prefill") for kernel in launched) and any("decode" in k.name for k in launched)
