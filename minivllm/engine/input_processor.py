@@ -355,7 +355,7 @@ class InputProcessor:
             types = prompt.token_type_ids[: len(token_ids)]
             if not 0 <= min(types) <= max(types) < max(1, facts.token_types):
                 raise ValueError(f"token_type_ids: this model has {facts.token_types} token types, got {_brief(types)}")
-            ids = [token + vocab_size * int(kind) for token, kind in zip(token_ids, types, strict=True)]
+            ids = np.add(token_ids, vocab_size * np.array(types)).tolist()
         about["skip_reading_prefix_cache"] = not params.reads_prefix
         request = Request(request_id, ids, max_tokens=1, sampling_params=params, **about)
         return ProcessedInput(prompt.text, token_ids, params, [request], adapter)

@@ -42,10 +42,11 @@ class RequestSeeds:
     """Seeds for requests that bring none: the k-th call gives the k-th number of the engine's own sequence."""
 
     def __init__(self, engine_seed: int) -> None:
-        self._seed, self._count = as_seed(engine_seed), 0
+        self._seed, self._count, self._ready = as_seed(engine_seed), 0, list[int]()
 
     def __call__(self) -> int:
         """The next seed, an integer in [0, 2**64)."""
-        bits = random_bits(np.array([self._seed]), np.array([self._count]))
-        self._count += 1
-        return int(bits[0])
+        if not self._ready:
+            counters = np.arange(self._count, self._count + 64)
+            self._ready, self._count = random_bits(np.full(64, self._seed), counters)[::-1].tolist(), self._count + 64
+        return self._ready.pop()

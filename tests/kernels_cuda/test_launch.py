@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import os
 import pickle
+import re
 import subprocess
 import sys
 
@@ -208,3 +209,27 @@ def test_the_collector_is_on_again_after_a_compilation():
             assert gc.isenabled() == on
             gc.enable()
     assert seen == [False, False]
+
+
+def test_shapes_that_a_kernel_takes():
+    x, device = torch.empty(3, 16, dtype=torch.float16), torch.device("cpu")
+    for shape in ((3, 16), (None, 16), (3, None)):
+        ops.check("x", x, shape, torch.float16, device)
+    for shape, says in (((None, 8), "[any, 8], not [3, 16]"), ((48,), "[48], not"), ((3, 16, 1), "[3, 16, 1], not")):
+        with pytest.raises(ValueError, match=re.escape(f"x must have shape {says}")):
+            ops.check("x", x, shape, torch.float16, device)
+    with pytest.raises(ValueError, match=re.escape("x must be torch.bfloat16 on cpu, not torch.float16 on cpu")):
+        ops.check("x", x, (3, 16), torch.bfloat16, device)
+
+
+def test_rows_that_16_byte_loads_can_read():
+    x = torch.empty(4, 32, dtype=torch.float16)
+    longer, repeated, heads = x[:, :16], x[:1].expand(4, 32), x.view(4, 2, 16)
+    for rows in (x, x[1:2], longer, repeated, heads, heads[:, :1], x[:0]):
+        ops.check_rows("x", rows)
+    for rows in (x.T, x[:, ::2], heads.transpose(1, 2), heads[:, :, :8]):
+        with pytest.raises(ValueError, match="x must be contiguous within a row, but has strides"):
+            ops.check_rows("x", rows)
+    for rows in (x[:, 1:17], torch.empty(4, 20, dtype=torch.float16)):
+        with pytest.raises(ValueError, match="rows of x must start at multiples of 16 bytes"):
+            ops.check_rows("x", rows)

@@ -80,6 +80,7 @@ def test_request_seeds_repeat_and_differ() -> None:
     first, again, other = RequestSeeds(0), RequestSeeds(0), RequestSeeds(1)
     seeds = [first() for _ in range(1000)]
     assert seeds == [again() for _ in range(1000)]
+    assert seeds == random_bits(np.full(1000, as_seed(0)), np.arange(1000)).tolist()
     assert len(set(seeds) | {other() for _ in range(1000)}) == 2000
 
 
