@@ -152,7 +152,7 @@ def plan_items(
     shape: CPUAttentionShape,
     query_start_loc: np.ndarray,
     seq_lens: np.ndarray,
-    first_key: Callable[[np.ndarray], np.ndarray],
+    first_key: Callable[[int], int],
     num_kv_heads: int,
     threads: int,
 ) -> tuple[np.ndarray, int]:
@@ -161,45 +161,40 @@ def plan_items(
     Args:
         query_start_loc: [B + 1], where each request's query tokens begin in the step.
         seq_lens: [B], tokens of each request after the step.
-        first_key: function from query positions to the first key position that each sees.
+        first_key: function from a query's position to the first key position that it sees.
         threads: threads to keep busy.
 
     Returns:
         int32 [items, FIELDS], the costly ones first, and how many splits the workspace must hold for each head.
     """
-    lens = np.diff(query_start_loc)
-    tiles = -(-lens // shape.item_tokens)
-    row = np.repeat(np.arange(len(lens)), tiles)
-    nth = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    skipped = nth * shape.item_tokens
-    tokens = np.minimum(lens[row] - skipped, shape.item_tokens)
-    position = (seq_lens - lens)[row] + skipped
-    first = first_key(position) // shape.split
-    last = -(-(position + tokens) // shape.split)
-    splits = last - first
-    parts = np.ones_like(splits)
-    if 0 < len(row) * num_kv_heads < 4 * threads:
-        parts = np.minimum(splits, -(-4 * threads // (len(row) * num_kv_heads)))
+    tiles, size, split = list[tuple[int, ...]](), shape.item_tokens, shape.split
+    starts = query_start_loc.tolist()
+    for row, (start, end, length) in enumerate(zip(starts, starts[1:], seq_lens.tolist())):
+        for token in range(start, end, size):
+            tokens, position = min(end - token, size), length - (end - token)
+            first, last = first_key(position) // split, -(-(position + tokens) // split)
+            tiles.append((token, tokens, position, row, first, last))
 
-    tile = np.repeat(np.arange(len(row)), parts)
-    part = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
-    stored = np.where(parts > 1, splits, 0)
-    columns = [c[tile] for c in (query_start_loc[row] + skipped, tokens, position, row)]
-    columns += [first[tile] + splits[tile] * (part + i) // parts[tile] for i in (0, 1)]
-    columns += [c[tile] for c in (parts, np.arange(len(row)), np.cumsum(stored) - stored, first, last)]
-    items = np.stack(columns, axis=1).astype(np.int32)
-    cost = items[:, TOKENS].astype(np.int64) * (items[:, END] - items[:, BEGIN])
-    return np.ascontiguousarray(items[np.argsort(-cost, kind="stable")]), int(stored.sum())
+    wanted, cuts = 4 * threads, len(tiles) * num_kv_heads
+    most = -(-wanted // cuts) if 0 < cuts < wanted else 1
+    items, slots = list[tuple[int, ...]](), 0
+    for counter, (*tile, first, last) in enumerate(tiles):
+        splits = last - first
+        parts = min(splits, most)
+        for part in range(parts):
+            begin, end = first + splits * part // parts, first + splits * (part + 1) // parts
+            items.append((*tile, begin, end, parts, counter, slots, first, last))
+        slots += splits if parts > 1 else 0
+    items.sort(key=lambda item: item[TOKENS] * (item[BEGIN] - item[END]))
+    return np.array(items, np.int32).reshape(-1, FIELDS), slots
 
 
 def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarray:
     """Where each claim begins, and the end: int64 [claims + 1], counted in items x heads, heads together."""
     cost = items[:, TOKENS].astype(np.int64) * (items[:, END] - items[:, BEGIN])
     done = np.cumsum(np.repeat(cost, num_kv_heads))
-    if not len(done):
-        return np.zeros(1, np.int64)
-    goals = np.linspace(0, done[-1], 8 * threads + 1)[1:]
-    return np.unique(np.concatenate([[0], np.searchsorted(done, goals) + 1])).clip(max=len(done))
+    eighths = 8 * threads * done // done[-1:]
+    return np.append(0, np.flatnonzero(np.diff(eighths, prepend=0)) + 1)
 
 
 Q, OUT, CACHE, Q_STRIDE, BLOCK_STRIDE, TABLE, TABLE_STRIDE, ITEMS, CLAIMS, HEADS = range(OWN, OWN + 10)
@@ -236,10 +231,10 @@ class AttentionStep:
         soft_cap: float = 0.0,
         threads: int = 1,
     ) -> None:
-        def first_key(position: np.ndarray) -> np.ndarray:
+        def first_key(position: int) -> int:
             if window:
-                return np.maximum(position - window + 1, 0)
-            return position // chunk * chunk if chunk else np.zeros_like(position)
+                return max(position - window + 1, 0)
+            return position // chunk * chunk if chunk else 0
 
         self.kernel, self.threads = attention_kernel(shape), threads
         self._width = num_kv_heads * shape.group * shape.head_dim
@@ -280,6 +275,7 @@ class AttentionStep:
         LAUNCHER.run(self.kernel, args, self.threads)
 
 
+@functools.cache
 def attention_kernel(shape: CPUAttentionShape) -> Kernel:
     """The kernel of this shape; compiled unless the disk has it."""
     return kernel("minivllm_kernels.cpu.attention:attend", *map(int, astuple(shape)))

@@ -19,7 +19,7 @@ from minivllm.attention.numba_cpu import NumbaCPUPlan
 from minivllm.attention.state import Sequences, StatePlan
 from minivllm.core.module import capture_problem, generation
 from minivllm.models.ops.base import ForwardContext
-from minivllm.models.rope import Rotation
+from minivllm.models.rope import Rope, Rotation
 from minivllm_kernels.cpu.planning import COUNTERS, STEP_ARGS
 from minivllm_kernels.cpu.program import LAUNCHER, Program, Scratch, aligned
 
@@ -166,6 +166,9 @@ class CapturedCPUSteps:
                 None if rope is None else torch.empty(2, MOST_ROWS, 1, rope.spec.dim, dtype=model.embedding.dtype)
                 for rope in model.ropes
             ]
+            self._rotations = [
+                None if rope is None else _rotations(rope, model.embedding.dtype) for rope in model.ropes
+            ]
 
     @torch.no_grad()
     def _capture(self, rows: int, kv_caches: Sequence[Tensor], plans: Sequence[Any]) -> _Captured | None:
@@ -205,8 +208,12 @@ class CapturedCPUSteps:
     def _replay(self, captured: _Captured, token_ids: Tensor, positions: Tensor, plans: Sequence[Any]) -> Tensor:
         model, rows, program = self.model, len(token_ids), captured.program
         model.embed(token_ids, positions, self._stream[:rows])
-        for rope, tables in zip(model.ropes, self._tables, strict=True):
-            if tables is not None:
+        for rope, rotations, tables in zip(model.ropes, self._rotations, self._tables, strict=True):
+            if rotations is None or tables is None:
+                continue
+            if positions.dim() == 1:
+                torch.index_select(rotations, 1, positions, out=tables[:, :rows])
+            else:
                 tables[0, :rows], tables[1, :rows] = rope(positions, model.embedding.dtype)
         threads = torch.get_num_threads()
         for group, (plan, where) in enumerate(zip(plans, captured.attentions, strict=True)):
@@ -218,6 +225,13 @@ class CapturedCPUSteps:
             threads = min(threads, plan.step.threads)  # those it has memory for
         program(threads)
         return captured.result.clone()
+
+
+def _rotations(rope: Rope, dtype: torch.dtype) -> Tensor:
+    """What a `Rope` gives for each position, [2, max_positions, 1, dim]. A replay looks a few of them up, which takes less time than to
+    compute them; in pieces, since float32 numbers of all of them would take much memory."""
+    pieces = torch.arange(rope.max_positions).split(8192)
+    return torch.cat([torch.stack(rope(positions, dtype)) for positions in pieces], 1)
 
 
 def _can_replay(plan: Plan) -> bool:
