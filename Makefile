@@ -105,7 +105,7 @@ gpu: $(GPU_READY)  ## on a machine with an NVIDIA GPU: test, sanitize and time t
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool $(SANITIZE) \
 		$(BIN)/python -m pytest -q tests/kernels_cuda/test_gpu.py -k "lengths_around or view_of or gemv or writes_to_an_fp8" || exit 1; done; \
 	else echo "compute-sanitizer is not here (it comes with the CUDA toolkit): not run"; fi
-	for name in kernels prefill gemv decode_step engine_gpu lora_gpu; do $(BIN)/python benchmarks/$$name.py --output benchmarks/results || exit 1; done
+	for name in kernels prefill gemv decode_step engine_gpu lora_gpu start_gpu; do $(BIN)/python benchmarks/$$name.py --output benchmarks/results || exit 1; done
 
 $(GPU_READY): $(READY)
 	$(BIN)/pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,cuda]'

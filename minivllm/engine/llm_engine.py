@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -151,8 +152,10 @@ class LLMEngine(EngineControls):
         plan = plan_engine(args)
         if not args.skip_tokenizer_init:  # a missing tokenizer is reported before the weights are read
             find_tokenizer(args.tokenizer or plan.config.model.path, args.download_dir)
-        plan = load_first(plan)
-        tokenizer, grammar = load_tokenizer(plan.config, plan.model.eos_token_ids)
+        with ThreadPoolExecutor(1, thread_name_prefix="minivllm-tokenizer") as reader:  # imports transformers meanwhile
+            reading = reader.submit(load_tokenizer, plan.config, plan.model.eos_token_ids)
+            plan = load_first(plan)
+            tokenizer, grammar = reading.result()
         freeze_gc_heap()
         executor = make_executor(plan, logits_processors, grammar)
         config = executor.config

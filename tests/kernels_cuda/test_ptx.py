@@ -165,3 +165,19 @@ def test_no_spills(name, tmp_path):
     if " wgmma" in name:
         assert text.count("wgmma.commit_group") == 4  # Q K^T and P V: before, in and after the loop
         assert text.count("setmaxnreg") == 2 and text.count(".param .align 64 .b8") == 4
+
+
+def test_kernels_are_compiled_ahead_side_by_side(monkeypatch, tmp_path):
+    """By the real compiler: what other processes put into the cache is this process's PTX but for the names."""
+    monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path))
+    kernels = [
+        pointwise.add_rms_norm(BF16, 1024),
+        cache.reshape_and_cache(16),
+        mma_tiles(AttentionShape(BF16, 96, 8, 8)),
+    ]
+    assert launch.compile_ahead(kernels, (8, 0)) == min(3, len(os.sched_getaffinity(0)))
+    want = [kernel.ptx((8, 0)) for kernel in kernels]
+    monkeypatch.setattr(type(kernels[0]), "ptx", None)
+    for kernel, text in zip(kernels, want, strict=True):
+        bare = [re.sub(r"_ZN\w+", "", t) for t in (text, launch.cached_ptx(kernel, (8, 0)))]
+        assert bare[0] == bare[1] and len(bare[0]) > 5000

@@ -62,10 +62,7 @@ def register_executor(name: str, make: ExecutorMaker) -> None:
 
 
 def load_first(plan: EnginePlan) -> EnginePlan:
-    """The plan with its model loaded, if the executor will run it in this process; else as it came.
-
-    The move of its weights to huge pages goes on in the background; reading the tokenizer meanwhile takes about as long.
-    """
+    """The plan with its model loaded, if the executor will run it in this process; else as it came."""
     if plan.config.args.executor != "uni" or plan.decoder is not None:
         return plan
     return fit_memory(plan)
