@@ -19,11 +19,11 @@ def hash_block(parent: bytes, token_ids: list[int], keys: Sequence[str] = ()) ->
     SHA-256 and not Python's `hash`: hashes are the same in every process, whatever PYTHONHASHSEED is,
     and no one can craft a prompt that collides with another user's. keys: of the media in the block (`block_keys`).
     """
-    return _hash(parent, array("q", token_ids).tobytes(), keys)
+    return sha256(parent + array("q", token_ids).tobytes() + _as_bytes(keys)).digest()
 
 
-def _hash(parent: bytes, content: bytes, keys: Sequence[str]) -> bytes:
-    return sha256(parent + content + (repr(keys).encode() if keys else b"")).digest()
+def _as_bytes(keys: Sequence[str]) -> bytes:
+    return repr(keys).encode() if keys else b""
 
 
 def root_hash(request: Request) -> bytes:
@@ -41,10 +41,12 @@ def extend_block_hashes(request: Request, block_size: int) -> list[bytes]:
         media, first = request.mm_features, len(hashes) * block_size
         numbers = array("q", tokens[first : full * block_size])
         content, size = numbers.tobytes(), numbers.itemsize * block_size
-        for i in range(full - len(hashes)):
-            start = first + i * block_size
-            keys = block_keys(media, start, start + block_size) if media else ()
-            parent = _hash(parent, content[i * size : (i + 1) * size], keys)
+        for at in range(0, len(content), size):
+            block = parent + content[at : at + size]
+            if media:
+                start = first + at // numbers.itemsize
+                block += _as_bytes(block_keys(media, start, start + block_size))
+            parent = sha256(block).digest()
             hashes.append(parent)
     return hashes
 

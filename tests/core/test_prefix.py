@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from hashlib import sha256
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from scheduling import GROUPS, Driver, kv_config
 
 from minivllm.core.block_pool import KVCacheBlock
 from minivllm.core.config import CacheConfig, SchedulerConfig
+from minivllm.core.encoder_cache import MultiModalFeatureSpec, PlaceholderRange
 from minivllm.core.kv_cache import KVCacheManager
 from minivllm.core.prefix import HashIndex, RadixIndex, extend_block_hashes
 from minivllm.core.request import Request
@@ -28,6 +30,24 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 def test_equal_names_mean_equal_prefixes(a, b):
     for i, (x, y) in enumerate(zip(names(a), names(b), strict=False)):
         assert (x == y) == (a[: 2 * i + 2] == b[: 2 * i + 2])
+
+
+@given(
+    st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=40), st.integers(1, 5), st.integers(0, 40), st.booleans()
+)
+def test_the_chain_is_the_same_however_a_text_grows(tokens, size, known, pictured):
+    picture = MultiModalFeatureSpec("p", "image", PlaceholderRange(1, 4)) if pictured else None
+    request = Request("r", tokens[: known + 1], max_tokens=99, mm_features=(picture,) if picture else ())
+    extend_block_hashes(request, size)
+    for token in tokens[known + 1 :]:
+        request.append_output_token(token)
+    parent, chain = b"minivllm", []
+    for start in range(0, len(tokens) - size + 1, size):
+        content = b"".join(token.to_bytes(8, sys.byteorder) for token in tokens[start : start + size])
+        seen = pictured and start < 5 and start + size > 1
+        parent = sha256(parent + content + (f"['p@{1 - start}']".encode() if seen else b"")).digest()
+        chain.append(parent)
+    assert extend_block_hashes(request, size) == chain
 
 
 def test_extra_keys_keep_users_apart():
