@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from tqdm import tqdm
 
 __all__ = [
@@ -61,6 +60,8 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """
     if target.is_dir():
         return target
+    from filelock import FileLock
+
     staging = target.with_name(f".{target.name}.partial")
     with contextlib.ExitStack() as stack:
         try:

@@ -10,9 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError, meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from minivllm.models.hub import EMBEDDED_MODELS, resolve_model
 from minivllm.models.loading import read_json
 
@@ -166,6 +163,9 @@ def _with_one_text(i: int, message: dict[str, Any]) -> dict[str, Any]:
 def _variables(template: str) -> frozenset[str]:
     """The variables that a template reads from outside."""
     plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # Hugging Face's own tag says nothing here
+    from jinja2 import TemplateError, meta
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(plain)))

@@ -1,5 +1,8 @@
 """The whole engine on a GPU. Skipped, with the reason, where there is none."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -541,3 +544,31 @@ def test_dummy_weights_are_drawn_where_the_model_is(folder):
             llm.wake_up()
             assert tokens(llm, params) == answers[-1]
     assert answers[0] == answers[1] != answers[2]
+
+
+COLD = """
+import sys
+from minivllm import LLM, SamplingParams
+from minivllm_kernels.cuda.simt import CudaKernel
+
+def ptx(self, cc):
+    raise RuntimeError(f"the engine's process compiles {self.name}")
+
+CudaKernel.ptx = ptx
+with LLM(sys.argv[1], device="cuda", dtype="bfloat16", num_gpu_blocks=300) as llm:
+    for count, tokens in ((1, 5), (1, 200), (14, 3), (40, 2)):
+        prompts = [{"prompt_token_ids": [1] * tokens}] * count
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("name", ["llama-64", "qwen3-64"])
+def test_other_processes_compile_what_a_new_engine_launches(folder, tmp_path, name):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core compiles nothing ahead")
+    environment = os.environ | {"MINIVLLM_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", COLD, str(folder(name))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "done", done.stderr[-2000:]
+    assert "compiling kernels ahead failed" not in done.stderr
