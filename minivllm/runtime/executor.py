@@ -233,9 +233,13 @@ def load_decoder(plan: EnginePlan, group: TensorGroup | None = None, stage: Stag
         return _load_transformers(plan, plan.model.spec)
     decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group, stage)
     alone = decoder.group is None and decoder.stage.is_first and decoder.stage.is_last
-    if alone and isinstance(plan.backend, NumbaCudaBackend) and method == "gemv" and not plan.model.quantization:
+    compiles = alone and isinstance(plan.backend, NumbaCudaBackend)
+    early = method == "gemv" and not plan.model.quantization  # kernels for a quantized weight are chosen by what it is
+    if compiles and early:
         rehearse(decoder, plan.config.kv_cache, plan.config.scheduler)
     decoder.load_weights(plan.model.weights(plan.config.dtype, device))
+    if compiles and not early:
+        rehearse(decoder, plan.config.kv_cache, plan.config.scheduler)
     if (args := plan.config.args).enable_lora:
         LoRAModel(decoder, args.max_loras, args.max_lora_rank, plan.config.scheduler.max_num_batched_tokens)
     return decoder

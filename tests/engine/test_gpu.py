@@ -555,7 +555,7 @@ def ptx(self, cc):
     raise RuntimeError(f"the engine's process compiles {self.name}")
 
 CudaKernel.ptx = ptx
-with LLM(sys.argv[1], device="cuda", dtype="bfloat16", num_gpu_blocks=300) as llm:
+with LLM(sys.argv[1], device="cuda", dtype="bfloat16", num_gpu_blocks=300, quantization=sys.argv[2] or None) as llm:
     for count, tokens in ((1, 5), (1, 200), (14, 3), (40, 2)):
         prompts = [{"prompt_token_ids": [1] * tokens}] * count
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
@@ -563,12 +563,12 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("name", ["llama-64", "qwen3-64"])
-def test_other_processes_compile_what_a_new_engine_launches(folder, tmp_path, name):
+@pytest.mark.parametrize(("name", "quantization"), [("llama-64", ""), ("qwen3-64", ""), ("llama-64", "fp8")])
+def test_other_processes_compile_what_a_new_engine_launches(folder, tmp_path, name, quantization):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core compiles nothing ahead")
     environment = os.environ | {"MINIVLLM_CACHE": str(tmp_path)}
-    command = [sys.executable, "-c", COLD, str(folder(name))]
+    command = [sys.executable, "-c", COLD, str(folder(name)), quantization]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "done", done.stderr[-2000:]
     assert "compiling kernels ahead failed" not in done.stderr

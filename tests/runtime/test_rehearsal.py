@@ -35,15 +35,17 @@ def gpu(monkeypatch):
     return launched, ahead
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma3", "mixtral"])
-def test_the_rehearsal_has_every_kernel_of_first_steps(gpu, name, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("qwen3", None), ("llama", "fp8"), ("gemma3", None), ("mixtral", None)]
+)
+def test_the_rehearsal_has_every_kernel_of_first_steps(gpu, name, quantization, monkeypatch, tmp_path):
     launched, ahead = gpu
     family, changes = tiny_models.TINY_MODELS[name]
     monkeypatch.setitem(tiny_models.TINY_MODELS, "wide", (family, {**changes, **HEADS}))
     folder = tiny_models.save_tiny_model("wide", tmp_path / "model")
     how = {"device": "cpu", "dtype": "bfloat16", "attention_backend": "numba_cuda", "num_gpu_blocks": 400, "max_num_seqs": 64}  # fmt: skip
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
-    with LLM(str(folder), load_format="dummy", **how) as llm:
+    with LLM(str(folder), load_format="dummy", quantization=quantization, **how) as llm:
         ((kernels, cc),) = ahead
         assert cc == (9, 0) and not launched
         assert all(
@@ -54,4 +56,5 @@ def test_the_rehearsal_has_every_kernel_of_first_steps(gpu, name, monkeypatch, t
             llm.generate([{"prompt_token_ids": [1] * tokens}] * count, params, use_tqdm=False)
             assert {kernel.name for kernel in launched} <= {kernel.name for kernel in kernels}
     assert len(launched) > 8
+    assert any("quantized" in kernel.name for kernel in launched) == (quantization is not None)
     assert any(kernel.name.startswith("prefill") for kernel in launched) and any("decode" in k.name for k in launched)
