@@ -187,6 +187,13 @@ def test_one_core_compiles_nothing_ahead(monkeypatch, ahead):
     assert launch.compile_ahead(ahead, (9, 0)) == 0
 
 
+def test_where_no_process_can_be_started_kernels_are_compiled_here(monkeypatch, ahead, caplog):
+    monkeypatch.setattr(launch.sys, "executable", "/no/such/python")
+    assert launch.compile_ahead(ahead, (9, 0)) == 0
+    assert "no process can be started to compile kernels ahead" in caplog.text
+    assert launch.cached_ptx(ahead[0], (9, 0)).endswith("by this process")
+
+
 def test_no_more_is_compiled_for_a_process_that_is_gone(ahead):
     job = (os.getpid(), (9, 0), [kernel.maker for kernel in ahead])
     launch.compile_job(pickle.dumps(job))

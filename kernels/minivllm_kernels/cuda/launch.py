@@ -219,9 +219,13 @@ def compile_ahead(kernels: Sequence[CudaKernel], cc: tuple[int, int]) -> int:
         some = list(missing)[first::count]
         job = pickle.dumps((os.getpid(), cc, [missing[path] for path in some]))
         errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", COMPILER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors
-        )
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", COMPILER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors
+            )
+        except OSError as error:  # no room for processes, or Python is inside another program
+            logger.warning("no process can be started to compile kernels ahead: %s", error)
+            return first
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # if it died, it has said why
             pipe.write(pickle.dumps((sys.path, job)))
