@@ -166,12 +166,23 @@ def rope_and_cache(
         tok = cuda.blockIdx.x
         head = cuda.blockIdx.y * WARPS + cuda.threadIdx.x // 32
         lane = cuda.threadIdx.x % 32
+        gains = cuda.local.array(N2, u32)
+        turns = cuda.local.array(N4, f32)
         grid_release()
+        if NORM:
+            for c in range(EACH):
+                at = min(lane + 32 * c, HW - 1)
+                gains[2 * c] = q_weight[at] if head < heads else k_weight[at]
+                gains[2 * c + 1] = q_weight[HW + at] if head < heads else k_weight[HW + at]
         grid_wait()
         if head >= ALL:
             return
         base = i64(tok) * (ALL * W) + head * W
         slot = slots[tok]
+        for c in range(EACH):  # with the head, not after its norm
+            at = positions[tok] * D + 2 * min(lane + 32 * c, HW - 1)
+            for w in range(4):
+                turns[4 * c + w] = table[at + w % 2 + W * (w // 2)]
         to = (slot // BS) * s_blk + (slot % BS) * s_tok
         pairs = cuda.local.array(N2, u32)
         scale_at = (slot // BS) * s_blk + BS * s_tok + (slot % BS) * 2
@@ -207,24 +218,14 @@ def rope_and_cache(
             scale = rsqrt(warp_sum(s) / f32(D) + eps)
             for c in range(EACH):
                 if lane + 32 * c < HW:
-                    x = k_weight[lane + 32 * c]
-                    y = k_weight[HW + lane + 32 * c]
-                    if head < heads:
-                        x = q_weight[lane + 32 * c]
-                        y = q_weight[HW + lane + 32 * c]
-                    v[c * 4] *= scale * lo(x)
-                    v[c * 4 + 1] *= scale * hi(x)
-                    v[c * 4 + 2] *= scale * lo(y)
-                    v[c * 4 + 3] *= scale * hi(y)
+                    for w in range(2):
+                        v[c * 4 + 2 * w] *= scale * lo(gains[2 * c + w])
+                        v[c * 4 + 2 * w + 1] *= scale * hi(gains[2 * c + w])
         for i in range(N2):
             pairs[i] = u32(0)
         for c in range(EACH):
             if lane + 32 * c < HW:
-                at = positions[tok] * D + 2 * (lane + 32 * c)
-                c0 = table[at]
-                c1 = table[at + 1]
-                s0 = table[at + W]
-                s1 = table[at + W + 1]
+                c0, c1, s0, s1 = turns[4 * c], turns[4 * c + 1], turns[4 * c + 2], turns[4 * c + 3]
                 x = pack(v[c * 4] * c0 - v[c * 4 + 2] * s0, v[c * 4 + 1] * c1 - v[c * 4 + 3] * s1)
                 y = pack(v[c * 4 + 2] * c0 + v[c * 4] * s0, v[c * 4 + 3] * c1 + v[c * 4 + 1] * s1)
                 if head < heads:
