@@ -1,5 +1,7 @@
 """Work lists: every token read once, balanced, and refused when they make no sense."""
 
+import heapq
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -63,6 +65,16 @@ def test_a_long_sequence_does_not_hold_up_a_ragged_batch():
     heaviest = (plan.items[:, 3] - plan.items[:, 2]).max()
     resident = {8: 1, 4: 3, 2: 6}[plan.warps] * 132
     assert heaviest <= 2 * TILE * -(-lens.sum() * 8 // TILE // resident)
+
+
+@pytest.mark.parametrize("count, tokens", [(256, 640), (256, 1024), (200, 700), (100, 2000)])
+def test_the_last_wave_has_no_idle_slots(count, tokens):
+    """Equal sequences, taken in order by whichever slot is free: the last slot ends soon after they would all end together."""
+    items = plan_decode([tokens] * count, heads=8).items
+    slots = [0] * (3 * 132)
+    for size in np.repeat(items[:, planning.WORK_END] - items[:, planning.WORK_FIRST], 8):
+        heapq.heapreplace(slots, slots[0] + int(size))
+    assert max(slots) < 1.06 * count * tokens * 8 / len(slots)
 
 
 @given(

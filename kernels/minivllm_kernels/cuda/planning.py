@@ -3,6 +3,7 @@
 # Generated from nbs/numba_kernels/cuda/planning.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -115,8 +116,8 @@ WIDE_WAVES = ((4, 2, 4), (2, 4, 8))
 """The same for head_dim 256, which takes more registers."""
 
 
-def choose_chunk(tiles: np.ndarray, heads: int, multiprocessors: int, max_warps: int) -> tuple[int, int]:
-    """(warps, chunk in tiles) for sequences of `tiles` tiles, each read once for each of `heads` KV heads."""
+def choose_chunk(tiles: np.ndarray, heads: int, multiprocessors: int, max_warps: int) -> tuple[int, int | np.ndarray]:
+    """(warps, chunk in tiles, for all or for each) for sequences of `tiles` tiles, each read once for each of `heads` KV heads."""
     longest, total = int(tiles.max()), int(tiles.sum()) * heads
     least_chunk = -(-longest // MAX_PARTS)
     for warps, resident, least in WAVES if max_warps == 8 else WIDE_WAVES:
@@ -126,8 +127,21 @@ def choose_chunk(tiles: np.ndarray, heads: int, multiprocessors: int, max_warps:
         chunk = _smallest_chunk(tiles, heads, slots, min(least, longest))
         if chunk <= max(2 * -(-total // slots), least):
             return warps, max(chunk, least_chunk)
-    cap = max(16, -(-total // (3 * multiprocessors)))
-    return 4, max(cap if longest > 2 * cap else longest, least_chunk)
+    slots = 3 * multiprocessors
+    cap = max(16, -(-total // slots))
+    chunk = max(cap if longest > 2 * cap else longest, least_chunk)
+    return 4, _fill_last_wave(tiles, chunk, slots / heads, least_chunk)
+
+
+def _fill_last_wave(tiles: np.ndarray, chunk: int, wave: float, least: int) -> int | np.ndarray:
+    """The chunk for each sequence, when `wave` items run at once: those left for the last wave are cut small, so that it has no idle slots."""
+    left = (-(-tiles // chunk)).sum() % wave
+    if not 1 <= left <= wave / 2:  # more of them keep the memory busy as they are
+        return chunk
+    last = np.argsort(tiles, kind="stable")[: math.ceil(left)]
+    chunks = np.full(len(tiles), chunk)
+    chunks[last] = min(chunk, max(8, least, math.ceil(tiles[last].sum() / (2 * wave))))
+    return chunks
 
 
 def _smallest_chunk(tiles: np.ndarray, heads: int, slots: int, low: int) -> int:
@@ -160,7 +174,7 @@ def _layout(
     warps, chunk = 4, np.maximum(FIXED_CHUNK, -(-count // MAX_PARTS))
     if not batch_invariant:
         warps, fitting = choose_chunk(count, heads, multiprocessors, max_warps)
-        chunk = np.array(fitting)
+        chunk = np.asarray(fitting)
     every = np.arange(len(count))
     items, slots = cut(every, every, low * TILE, (low + count) * TILE, chunk)
     items = items[np.argsort(items[:, WORK_FIRST] - items[:, WORK_END], kind="stable")]
@@ -218,7 +232,7 @@ def item_rungs(num_seqs: int, heads: int, multiprocessors: int = 132, max_warps:
     """
     waves = WAVES if max_warps == 8 else WIDE_WAVES
     filled = {max(1, resident * multiprocessors // heads) for _, resident, _ in waves}
-    most = max(*filled, num_seqs + 3 * multiprocessors // heads + 1)
+    most = max(*filled, num_seqs + 6 * multiprocessors // heads + 1)
     return tuple(sorted({*filled, num_seqs, most}))
 
 
