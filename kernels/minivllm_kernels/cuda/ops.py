@@ -702,21 +702,22 @@ def check_packed(format: Format, words: Tensor, scales: Tensor, outputs: int) ->
 
 
 def quantized_gemv(x: Tensor, format: Format, words: Tensor, scales: Tensor, outputs: int) -> Tensor:
-    """x [T, format.features] @ weight [outputs, format.features].T for T up to 16 and an even number of outputs.
+    """x [T, format.features] @ weight [outputs, format.features].T for T up to 64 and an even number of outputs.
 
-    words, scales: int32, the weight in the order of `minivllm_kernels.cuda.quantized`.
+    words, scales: int32, the weight in the order of `minivllm_kernels.cuda.quantized`. Each 16 rows read the weight once.
     """
     device, rows = words.device, x.shape[0]
     check("x", x, (None, format.features), DTYPES[format.dtype], device)
     check_rows("x", x)
     check_packed(format, words, scales, outputs)
-    if not 0 < rows <= 16 or outputs % 2:
-        raise ValueError(f"the kernel takes 1 to 16 rows and an even number of outputs, not {rows} and {outputs}")
+    if not 0 < rows <= 64 or outputs % 2:
+        raise ValueError(f"the kernel takes 1 to 64 rows and an even number of outputs, not {rows} and {outputs}")
     processors, out = _multiprocessors(device), torch.empty(rows, outputs, dtype=x.dtype, device=device)
     tiling = choose_tiling(format, outputs, rows, processors, _properties(_index(device))[0])
     chosen, blocks = quantized.quantized_gemv(format, 8 if rows <= 8 else 16, tiling), tiling.grid(outputs, processors)
-    read = out.data_ptr(), x.data_ptr(), words.data_ptr(), scales.data_ptr()
-    run(chosen, device, (blocks, 1), *read, rows, outputs, x.stride(0) // 2, outputs // 2)
+    for first in range(0, rows, 16):
+        read = out[first:].data_ptr(), x[first:].data_ptr(), words.data_ptr(), scales.data_ptr()
+        run(chosen, device, (blocks, 1), *read, min(16, rows - first), outputs, x.stride(0) // 2, outputs // 2)
     return out
 
 

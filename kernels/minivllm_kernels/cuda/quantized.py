@@ -94,6 +94,7 @@ class Format:
 _CODES = {"bfloat16": ("bf16", (3, 0x4180), (3, 0x4180)), "float16": ("f16", (2, 0x5C00), (6, 0x4C00))}
 """PTX name; then, for the first and the second of two outputs that are 8 apart: (the fraction bit that is worth 1 in a number from 16 or 256 on,
 the bits of that 16 or 256)."""
+_ONE = {"bfloat16": 0x3F80, "float16": 0x3C00}
 FP8_UP = {"bfloat16": (64, 120), "float16": (0, 8)}
 """Exponents of two: by which activations are multiplied for fp8, and by which the decoded weights are too small."""
 
@@ -264,6 +265,16 @@ class Plan:
     def blocks(self) -> int:
         """Blocks of eight rows."""
         return self.rows // 8
+
+    @property
+    def lows(self) -> int:
+        """Tiles of sums of what int4 weights are too large by, to be subtracted from the sums: one serves all tiles without zero points.
+
+        They cost a matmul more. For 16 rows that takes longer than subtracting from each weight, and there are none, unless registers are short.
+        """
+        if self.format.kind != "int4" or (self.rows > 8 and self.fold >= 64):
+            return 0
+        return self.tiling.tiles if self.format.zeros else 1
 
     @property
     def weight_bytes(self) -> int:
@@ -474,8 +485,8 @@ def _multiply(plan: Plan) -> tuple[Any, Any]:
     """Device functions: multiply by step s of a unit; and add the sums of a group, times its scales, to the totals."""
     format, MT, TILES, FOLD, SC = plan.format, plan.tiling.tiles, plan.blocks, plan.fold, plan.scales
     W, GROUPED, HALVES, INT4 = format.scale_words, format.groups > 1, format.step // 32, format.kind == "int4"
-    ZEROS, LOWS = format.zeros, MT if format.zeros else 1
-    multiply_add = half_ops(format.dtype).mma
+    ZEROS, LOWS, SUBTRACT, ONE = format.zeros, plan.lows, INT4 and not plan.lows, _twice(_ONE[format.dtype])
+    multiply_add, fma = half_ops(format.dtype).mma, _fma(format.dtype)
     matrix, zero_points, factors = decoder(format)
 
     @device
@@ -484,7 +495,7 @@ def _multiply(plan: Plan) -> tuple[Any, Any]:
         for tile in range(TILES):
             k, c = (m * TILES + tile) * 4, ((m if ZEROS else 0) * TILES + tile) * 4
             for i in range(4):
-                totals[k + i] += (acc[k + i] + low[c + i] if INT4 else acc[k + i]) * f[i // 2]
+                totals[k + i] += (acc[k + i] + low[c + i] if LOWS else acc[k + i]) * f[i // 2]
                 acc[k + i] = f32(0.0)
 
     @device
@@ -503,12 +514,15 @@ def _multiply(plan: Plan) -> tuple[Any, Any]:
             for i in range(2):
                 for tile in range(TILES):
                     b = (tile * HALVES + h) * 4 + 2 * i
-                    if INT4:
-                        for m in range(LOWS):
-                            z = zero_points(held, (m * SC + j) * W)
-                            mma(low, (m * TILES + tile) * 4, (z[0], z[1], z[0], z[1]), seen[b], seen[b + 1])
+                    for m in range(LOWS):
+                        z = zero_points(held, (m * SC + j) * W)
+                        mma(low, (m * TILES + tile) * 4, (z[0], z[1], z[0], z[1]), seen[b], seen[b + 1])
                 for m in range(MT):
                     a = matrix(kept, m * (2 * HALVES) + 2 * h + i)
+                    if SUBTRACT:
+                        z = zero_points(held, (m * SC + j) * W)
+                        one = u32(ONE)
+                        a = fma(a[0], one, z[0]), fma(a[1], one, z[1]), fma(a[2], one, z[0]), fma(a[3], one, z[1])
                     for tile in range(TILES):
                         b = (tile * HALVES + h) * 4 + 2 * i
                         mma(acc, (m * TILES + tile) * 4, a, seen[b], seen[b + 1])
@@ -594,7 +608,7 @@ def quantized_gemv(format: Format, rows: int, tiling: Tiling) -> CudaKernel:
         raise ValueError(f"no such kernel: rows {rows} (8, 16), depth {DEPTH} (a power of two, at least {max(UB, 2)})")
     W, GROUPED, UNITS, X_UNIT = format.scale_words, format.groups > 1, format.steps // UB, UB * format.step // 2
     SLOT, SLOTS, KEPT, SEEN = plan.slot_bytes, DEPTH // UB, 4 * MT, plan.blocks * format.step // 8
-    SUMS, LOW = MT * plan.blocks * 4, (MT if format.zeros else 1) * plan.blocks * 4
+    SUMS, LOW = MT * plan.blocks * 4, max(plan.lows, 1) * plan.blocks * 4
     FACTORS, RING, SUM = MT * plan.scales * W, plan.ring_bytes, plan.sum_bytes
     TWICE, ZEROS = plan.buffers == 2, format.zeros
     place, begins, advance = _copies(plan)
@@ -712,7 +726,7 @@ def dequantize(format: Format) -> CudaKernel:
     half, fma = half_ops(format.dtype), _fma(format.dtype)
     lo, hi, pack = half.lo, half.hi, half.pack
     matrix, zero_points, factors = decoder(format)
-    one, up = {"bfloat16": (0x3F80, 0x7B80), "float16": (0x3C00, 0x5C00)}[format.dtype]
+    one, up = _ONE[format.dtype], {"bfloat16": 0x7B80, "float16": 0x5C00}[format.dtype]
     FACTOR, INT4, INT8 = _twice(one if format.kind == "int4" else up), format.kind == "int4", format.kind == "int8"
 
     @device
