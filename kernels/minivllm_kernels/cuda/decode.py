@@ -494,6 +494,8 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     W8, SO = warps * 8, warps * H * PITCH
     # warps per multiprocessor: its registers hold no more
     RESIDENT = (16 if format.words == 2 else 12) if PREFETCH else 8
+    # with less work per block than 8 warps have, blocks that start early crowd some multiprocessors
+    EARLY = warps == 8 or not PREFETCH
     find_blocks, load_k, load_v = fragment_loaders(shape)
     load_q_fragments, qk, pv = tile_matmuls(shape)
     store_warp, prefetch = warp_store(shape, PITCH), tile_prefetcher(shape)
@@ -510,7 +512,8 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
         item = cuda.blockIdx.y * FIELDS
         seq, row = work[item + WORK_SEQ], work[item + WORK_ROW]
         first, end = work[item + WORK_FIRST], work[item + WORK_END]
-        grid_release()
+        if EARLY:
+            grid_release()
         if seq < 0:
             return
         kvh = cuda.blockIdx.x // PARTS
@@ -531,9 +534,12 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
             o[x] = f32(0.0)
         tile = (first & FLOOR) + warp * TILE
         blocks = find_blocks(table, pages, tile, last)
-        if tile < end:  # no earlier kernel of the step writes the block table; one writes new tokens, but L2 sees that
-            prefetch(kc, vc, blocks, tile, last, tid % 32, s_blk, s_tok, kv_at)
-        grid_wait()
+        if EARLY:
+            if (
+                tile < end
+            ):  # no earlier kernel of the step writes the block table; one writes new tokens, but L2 sees that
+                prefetch(kc, vc, blocks, tile, last, tid % 32, s_blk, s_tok, kv_at)
+            grid_wait()
         load_q_fragments(qf, q, i64(row) * q_s + (head0 + g) * W, g < heads, t)
         m0 = f32(NEG)  # of head 2t, over the tokens of this warp so far
         m1 = f32(NEG)  # of head 2t + 1
