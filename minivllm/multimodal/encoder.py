@@ -59,11 +59,8 @@ def load_tower(model: LoadedModel, tower: nn.Module, dtype: str) -> None:
 
 def _tower_tensors(model: LoadedModel, wanted: dict[str, Tensor], dtype: str) -> Iterator[tuple[str, Tensor]]:
     if model.load_format == "dummy":
-        shapes, device = (
-            {name: tuple(tensor.shape) for name, tensor in wanted.items()},
-            next(iter(wanted.values())).device,
-        )
-        yield from dummy_tensors(shapes, model.seed, device)
+        shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+        yield from dummy_tensors(shapes, model.seed, next(iter(wanted.values())).device)
         return
     own = [r for r in model.records if text_name(r.name) is None and not r.name.endswith("position_ids")]
     for name, tensor in iter_tensors(own, dtype):

@@ -2,6 +2,8 @@
 
 # Generated from nbs/sampling/random.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+import threading
+
 import numpy as np
 import numpy.typing as npt
 
@@ -43,10 +45,13 @@ class RequestSeeds:
 
     def __init__(self, engine_seed: int) -> None:
         self._seed, self._count, self._ready = as_seed(engine_seed), 0, list[int]()
+        self._lock = threading.Lock()  # an AsyncLLM reads prompts in several threads
 
     def __call__(self) -> int:
         """The next seed, an integer in [0, 2**64)."""
-        if not self._ready:
-            counters = np.arange(self._count, self._count + 64)
-            self._ready, self._count = random_bits(np.full(64, self._seed), counters)[::-1].tolist(), self._count + 64
-        return self._ready.pop()
+        with self._lock:
+            if not self._ready:
+                counters = np.arange(self._count, self._count + 64)
+                self._ready = random_bits(np.full(64, self._seed), counters)[::-1].tolist()
+                self._count += 64
+            return self._ready.pop()

@@ -1,5 +1,8 @@
 """The counter-based generator: exact values, independence of the batch, and statistics."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -82,6 +85,17 @@ def test_request_seeds_repeat_and_differ() -> None:
     assert seeds == [again() for _ in range(1000)]
     assert seeds == random_bits(np.full(1000, as_seed(0)), np.arange(1000)).tolist()
     assert len(set(seeds) | {other() for _ in range(1000)}) == 2000
+
+
+def test_threads_draw_different_seeds() -> None:
+    draw, interval = RequestSeeds(0), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            seeds = [seed for some in pool.map(lambda _: [draw() for _ in range(1000)], range(8)) for seed in some]
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(seeds) == sorted(random_bits(np.full(8000, as_seed(0)), np.arange(8000)).tolist())
 
 
 def test_any_integer_is_a_seed() -> None:

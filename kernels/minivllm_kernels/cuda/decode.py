@@ -535,9 +535,7 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
         tile = (first & FLOOR) + warp * TILE
         blocks = find_blocks(table, pages, tile, last)
         if EARLY:
-            if (
-                tile < end
-            ):  # no earlier kernel of the step writes the block table; one writes new tokens, but L2 sees that
+            if tile < end:  # an earlier kernel of the step may write new tokens, which L2 sees, but not the block table
                 prefetch(kc, vc, blocks, tile, last, tid % 32, s_blk, s_tok, kv_at)
             grid_wait()
         load_q_fragments(qf, q, i64(row) * q_s + (head0 + g) * W, g < heads, t)
