@@ -212,8 +212,8 @@ class BlockPool:
             raise ValueError(f"{n} blocks wanted, {free} free")
         uncached = min(n, free - self.num_cached_free)
         if self.choose_victim is None and self.heap is None:
+            self._drop(islice(self.free_queue, uncached, n))
             taken = self.free_queue.popleft_n(n)
-            self._drop(taken[uncached:])
         else:
             taken = self.free_queue.popleft_n(uncached)
             taken += self._evict(n - uncached, taken)
@@ -263,15 +263,15 @@ class BlockPool:
         self.free_queue.remove(block)
         self.free_queue.prepend(block)
 
-    def _drop(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Forget the content of free blocks."""
+    def _drop(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Forget the content of free blocks, which are still in the list: `trace` may raise."""
         trace, on_evict = self.trace, self.on_evict
         for block in blocks:
             if trace is not None:
                 trace(("evict", block.block_id, block.block_hash))
             on_evict(block)
             block.block_hash = None
-        self.num_cached_free -= len(blocks)
+            self.num_cached_free -= 1
 
     def uncache(self, block: KVCacheBlock) -> None:
         """Forget the hash of a block, wherever the block is."""

@@ -95,7 +95,7 @@ def _token_ids(value: Any) -> list[int] | None:
     """A new list of Python numbers; None if the value is no list of whole numbers."""
     if isinstance(value, np.ndarray):
         whole = value.ndim == 1 and (np.issubdtype(value.dtype, np.integer) or value.size == 0)
-        return value.tolist() if whole else None
+        value = value.tolist() if whole else None  # a masked number is None in it
     return as_integers(value) if isinstance(value, (list, tuple, range)) else None
 
 

@@ -114,6 +114,20 @@ def test_a_failing_eviction_policy_loses_no_block():
     assert all(block.ref_cnt == 0 for block in blocks)
 
 
+@pytest.mark.parametrize("name", ["trace", "on_evict"])
+def test_an_observer_that_raises_loses_no_block(name):
+    pool, calls = BlockPool(5), iter([None, None])
+    blocks = pool.get_new_blocks(4)
+    for i, block in enumerate(blocks[1:]):
+        block.block_hash = bytes([i])
+    pool.free(blocks)
+    setattr(pool, name, lambda _: next(calls))
+    with pytest.raises(StopIteration):
+        pool.get_new_blocks(4)
+    assert [b.block_id for b in pool.free_queue] == [1, 2, 3, 4]
+    assert [block.block_hash for block in blocks] == [None, None, None, bytes([2])] and pool.num_cached_free == 1
+
+
 @pytest.mark.parametrize("n", [1, 0, -3])
 def test_too_small_a_pool_is_refused(n):
     with pytest.raises(ValueError, match=f"at least 2 .*got {n}"):

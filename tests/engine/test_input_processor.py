@@ -47,6 +47,7 @@ def processor():
         ([1, np.True_], TypeError, "got list"),
         (np.array([[1]]), TypeError, "got ndarray"),
         (np.array([1.0]), TypeError, "got ndarray"),
+        (np.ma.masked_array([1, 2], [False, True]), TypeError, "got MaskedArray"),
         ({"prompt": "a", "token_type_ids": []}, TypeError, r"'token_type_ids' must be a list .*got list \[\]"),
         ({"prompt_token_ids": [1, 2], "token_type_ids": [0]}, TypeError, r"'token_type_ids' must be .*got list \[0\]"),
         ([1.0], TypeError, "got list"),
