@@ -48,7 +48,7 @@ def rate(scheduler: Scheduler, steps: int) -> float:
 
 
 def admission(scheduler: Scheduler, first: int, length: int = 512) -> float:
-    """Microseconds to schedule the prompt of a request, of a burst of 256 that nothing is cached of. first: number of the first request."""
+    """Microseconds to schedule a prompt, in a burst of 256 of which nothing is cached. first: number of the first request."""
     for i in range(first, first + 256):
         scheduler.add_request(Request(str(i), list(range(i, i + length)), max_tokens=1))
     seconds = 0.0

@@ -2,10 +2,10 @@
 
     python benchmarks/start_gpu.py [--rounds 3] [--output FOLDER]
 
-A process imports minivllm, builds an engine and makes a token: cold, with no kernel compiled before, neither here nor by the
-driver, then warm. Seconds since the process began are printed, medians of the rounds; after them, one warm process more
-says what its time went into. A process before all others is not counted: it leaves the bytecode of all modules, which an
-installed package has.
+A process imports minivllm, builds an engine and generates a token. A cold process finds no kernel compiled, neither by us nor
+by the driver; a warm one finds all. Printed are seconds since the process began, as medians of the rounds, and then the profile
+of one more warm process. The first process of all is not counted: it writes the bytecode of all modules, which an installed
+package already has.
 """
 
 import argparse
@@ -42,7 +42,7 @@ llm.close()
 
 
 def start(folder: Path, cache: Path, device: str, profiled: bool = False) -> dict[str, float]:
-    """Seconds from the start of a process until it has imported, built and answered; its caches are in a folder."""
+    """Seconds from the start of a process until it has imported, built and answered. Its caches lie in the folder `cache`."""
     places = {"MINIVLLM_CACHE": str(cache / "minivllm"), "CUDA_CACHE_PATH": str(cache / "driver")}
     places |= {"PYTHONPYCACHEPREFIX": str(cache.parent / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
     command = [sys.executable, "-c", CHILD, str(folder), str(time.time()), device, "profiled" if profiled else "plain"]

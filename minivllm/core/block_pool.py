@@ -65,7 +65,7 @@ class FreeBlockQueue:
         self.extend([block])
 
     def extend(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Put all at the end, in this order."""
+        """Put blocks at the end, in this order: the last one is reused last."""
         last = self._tail.prev
         for block in blocks:
             assert last is not None
@@ -227,7 +227,7 @@ class BlockPool:
         return (block for block in self.free_queue if block.block_hash is not None)
 
     def _evict(self, n: int, taken: list[KVCacheBlock]) -> list[KVCacheBlock]:
-        """Evict and take the `n` cached blocks that a policy chooses. If it fails, these and the blocks `taken` before go back."""
+        """Evict and take `n` cached blocks that the policy chooses. If it fails, these blocks and those in `taken` go back."""
         choose, heap = self.choose_victim, self.heap
         evicted: list[KVCacheBlock] = []
         try:

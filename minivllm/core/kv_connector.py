@@ -428,7 +428,7 @@ def namespace_of(config: EngineConfig) -> str:
     args, path = config.args, Path(config.model.path)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     found = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-    seed = (args.seed, config.device) if args.load_format == "dummy" else 0  # on a CPU other weights are drawn
+    seed = (args.seed, config.device) if args.load_format == "dummy" else 0  # a GPU draws other weights than a CPU
     how = (args.load_format, seed, args.quantization, args.quantization_config, args.hf_overrides)
     ranks = (args.tensor_parallel_size, args.pipeline_parallel_size, args.enable_expert_parallel)
     layout = (config.dtype, args.kv_cache_dtype, config.attention_backend, *ranks)

@@ -92,7 +92,7 @@ def _parse_dict(prompt: dict[str, Any]) -> Prompt:
 
 
 def _token_ids(value: Any) -> list[int] | None:
-    """A new list of Python numbers; None if the value is no list of whole numbers."""
+    """A new list of Python ints; None if the value is not a list, tuple, range or array of whole numbers."""
     if isinstance(value, np.ndarray):
         whole = value.ndim == 1 and (np.issubdtype(value.dtype, np.integer) or value.size == 0)
         value = value.tolist() if whole else None  # a masked number is None in it

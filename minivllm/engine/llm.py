@@ -153,7 +153,7 @@ class LLM(EngineControls):
                 f"{self.llm_engine.get_num_unfinished_requests()} requests that were added to llm.llm_engine are unfinished:"
                 " step them to their end or abort them first"
             )
-        distinct = {id(given): given for given in params}  # most often one for all
+        distinct = {id(given): given for given in params}  # usually one object for all prompts
         final = {key: it if isinstance(it, PoolingParams) else _final_only(it) for key, it in distinct.items()}
         checked = []
         moment = self.llm_engine.clock.now()

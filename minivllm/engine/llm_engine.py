@@ -152,7 +152,7 @@ class LLMEngine(EngineControls):
         plan = plan_engine(args)
         if not args.skip_tokenizer_init:  # a missing tokenizer is reported before the weights are read
             find_tokenizer(args.tokenizer or plan.config.model.path, args.download_dir)
-        with ThreadPoolExecutor(1, thread_name_prefix="minivllm-tokenizer") as reader:  # imports transformers meanwhile
+        with ThreadPoolExecutor(1, thread_name_prefix="minivllm-tokenizer") as reader:  # while the model loads
             reading = reader.submit(load_tokenizer, plan.config, plan.model.eos_token_ids)
             plan = load_first(plan)
             tokenizer, grammar = reading.result()

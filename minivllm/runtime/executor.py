@@ -234,7 +234,7 @@ def load_decoder(plan: EnginePlan, group: TensorGroup | None = None, stage: Stag
     decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group, stage)
     alone = decoder.group is None and decoder.stage.is_first and decoder.stage.is_last
     compiles = alone and isinstance(plan.backend, NumbaCudaBackend)
-    early = method == "gemv" and not plan.model.quantization  # kernels for a quantized weight are chosen by what it is
+    early = method == "gemv" and not plan.model.quantization  # the kernels of a quantized weight depend on what it is
     if compiles and early:
         rehearse(decoder, plan.config.kv_cache, plan.config.scheduler)
     decoder.load_weights(plan.model.weights(plan.config.dtype, device))

@@ -17,7 +17,7 @@ from minivllm.spec_decode.rejection import choose_by_ratio
 
 
 def prompts_batch(tokens: int, longest: int, block_size: int) -> AttentionBatch:
-    """That many tokens in prompts of `longest`, the last one perhaps shorter, each in separate blocks from block 1 on."""
+    """A step of `tokens` tokens: prompts of `longest` tokens each, the last one perhaps shorter, in separate blocks from block 1 on."""
     lens = np.full(-(-tokens // longest), longest, np.int32)
     lens[-1] = tokens - longest * (len(lens) - 1)
     blocks = -(-lens // block_size)
@@ -31,7 +31,7 @@ def prompts_batch(tokens: int, longest: int, block_size: int) -> AttentionBatch:
 
 
 def _run(decoder: Decoder, kv: KVCacheConfig, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
-    """Run the layers for a batch of random tokens. Returns hidden states, and a cache in which it has room."""
+    """Run the layers for a batch of random tokens. Returns the hidden states, and the cache that was made for the batch."""
     device = decoder.device
     decoder.bind(kv)
     specs = decoder.attention_specs(kv.block_size)
@@ -48,9 +48,11 @@ def _run(decoder: Decoder, kv: KVCacheConfig, batch: AttentionBatch) -> tuple[Te
 def run_largest_step(
     decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig, speculative: SpeculativeConfig | None = None
 ) -> int:
-    """Run a step of `max_num_batched_tokens` random tokens in prompts of `max_model_len`, and sample after as many as a step can.
+    """Run a step of `max_num_batched_tokens` random tokens in prompts of `max_model_len`, and sample after as many of them as a step may.
 
-    A proposer of the user's own may give probabilities for all of its draft tokens. Returns the bytes of the step's cache."""
+    A draft model, or a proposer of the user's own, may give probabilities for its draft tokens: then the rejection rule runs, too.
+    Returns the bytes of the step's cache.
+    """
     hidden, cache = _run(decoder, kv, prompts_batch(limits.max_num_batched_tokens, limits.max_model_len, kv.block_size))
     if not decoder.stage.is_last:
         return cache.numel() * cache.element_size()
@@ -78,14 +80,14 @@ def peak_bytes(
 
 
 FIRST_STEPS = ((128, 1), (8, 1), (1, 1), (1, 16), (1, 64))
-"""Tokens of each request, and requests, of steps that use all kernels that a model's first steps do: a long and a short prompt, and decoding."""
+"""Steps of a rehearsal, as (tokens per request, requests). They use the kernels of a model's first steps: long and short prompts, and decoding."""
 
 
 @torch.inference_mode()
 def rehearse(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig) -> list[str]:
-    """Let other processes compile the kernels of `FIRST_STEPS` that were never compiled, while weights are read and the GPU is made ready.
+    """Run `FIRST_STEPS` with our kernels noted instead of launched (`ops.rehearsal`), and let other processes compile those not in the cache.
 
-    The steps run but for the kernels, so weights need not be there, nor does it matter what is computed. Returns the kernels' names.
+    Meanwhile the engine goes on starting. The results mean nothing, so the weights need not be read yet. Returns the kernels' names.
     """
     with cuda_ops().rehearsal(decoder.device) as kernels:
         for tokens, requests in FIRST_STEPS:

@@ -132,7 +132,10 @@ TOKEN_ID = integer(0)
 
 
 def as_integers(values: Collection[Any]) -> list[int] | None:
-    """A new list of Python numbers; None if a value is no integer, or a bool. Python looks at types, not at each value: there may be many."""
+    """The values as a new list of Python ints; None if one of them is a bool or not an integer.
+
+    There may be many values, so Python code checks the set of their types, not each value.
+    """
     kinds = set(map(type, values))
     if kinds <= {int}:
         return list(values)
@@ -141,7 +144,7 @@ def as_integers(values: Collection[Any]) -> list[int] | None:
 
 
 def list_of_ids(*, empty: bool = True) -> Allowed:
-    """A list of token ids."""
+    """A list of token ids: as `list_of(TOKEN_ID)`, but without a call of Python code per id."""
     items = list_of(TOKEN_ID, empty=empty)
     return Allowed(
         items.text,
@@ -400,7 +403,7 @@ _NORMALISE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-_NESTED = ("extra_args", "bad_words_token_ids")  # fields that hold lists or dicts within a list or a dict
+_NESTED = ("extra_args", "bad_words_token_ids")  # fields with lists or dicts inside their list or dict
 
 
 @dataclass(kw_only=True, repr=False)
@@ -530,7 +533,7 @@ class SamplingParams(CheckedParams):
         return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in changed)})"
 
     def clone(self, **changes: Any) -> "SamplingParams":
-        """An independent copy, with some fields changed. Callables are shared, for they may hold state; so are frozen values."""
+        """An independent copy, with some fields changed. Callables are shared, as they may hold state, and so are frozen values."""
         other = object.__new__(SamplingParams)
         for name, value in self.__dict__.items():
             if isinstance(value, (list, dict)):

@@ -525,7 +525,7 @@ def test_sleep_gives_memory_back_and_weights_come_again(folder, changes):
 
 
 def test_dummy_weights_are_drawn_where_the_model_is(folder):
-    """Those of a seed are the same in every engine on a GPU, and come again after a sleep that lets go of them."""
+    """A seed gives the same weights in every engine on a GPU, and again after a sleep that frees them."""
     path, params = folder("llama-64"), greedy(8)
     answers = []
     for seed in (0, 0, 1):

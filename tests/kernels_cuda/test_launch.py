@@ -146,7 +146,7 @@ simt.CudaKernel.ptx = lambda self, cc: f"{self.name} for {cc} by {os.getpid()}"
 
 @pytest.fixture
 def ahead(monkeypatch, tmp_path):
-    """A compiler on three cores. Other processes do not find it."""
+    """Four kernels, three cores, and a fake compiler. Other processes do not have that compiler."""
     monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path))
     monkeypatch.setattr(launch, "compiler_missing", lambda: None)
     monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: {0, 1, 2})

@@ -168,7 +168,7 @@ def test_no_spills(name, tmp_path):
 
 
 def test_kernels_are_compiled_ahead_side_by_side(monkeypatch, tmp_path):
-    """By the real compiler: what other processes put into the cache is this process's PTX but for the names."""
+    """With the real compiler: what other processes put into the cache equals this process's PTX, except for names."""
     monkeypatch.setenv("MINIVLLM_CACHE", str(tmp_path))
     kernels = [
         pointwise.add_rms_norm(BF16, 1024),

@@ -1,4 +1,4 @@
-"""The kernels of first steps, compiled ahead. No GPU: what would be launched is noted."""
+"""A rehearsal names the kernels of first steps. No GPU is needed: kernels that would be launched are noted."""
 
 import pytest
 import tiny_models
@@ -13,7 +13,7 @@ HEADS = {"head_dim": 64, "num_attention_heads": 4, "hidden_size": 128, "intermed
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU in name: kernels are noted, and their results are whatever is there, but token 0 for an argmax."""
+    """A pretended GPU: kernels are noted, not run. Their results are whatever memory holds, except that an argmax gives token 0."""
     launched, ahead, run, largest = {}, [], ops.run, ops.first_largest
 
     def note(kernel, device, grid, *numbers):

@@ -161,7 +161,7 @@ def plan_items(
     Args:
         query_start_loc: [B + 1], where each request's query tokens begin in the step.
         seq_lens: [B], tokens of each request after the step.
-        first_key: function from a query's position to the first key position that it sees.
+        first_key: function from a query's position to that of the first key that it sees.
         threads: threads to keep busy.
 
     Returns:

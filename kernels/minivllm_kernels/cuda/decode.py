@@ -494,7 +494,7 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     W8, SO = warps * 8, warps * H * PITCH
     # warps per multiprocessor: its registers hold no more
     RESIDENT = (16 if format.words == 2 else 12) if PREFETCH else 8
-    # with less work per block than 8 warps have, blocks that start early crowd some multiprocessors
+    # smaller blocks that start early crowd some multiprocessors and leave others idle
     EARLY = warps == 8 or not PREFETCH
     find_blocks, load_k, load_v = fragment_loaders(shape)
     load_q_fragments, qk, pv = tile_matmuls(shape)
@@ -535,7 +535,7 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
         tile = (first & FLOOR) + warp * TILE
         blocks = find_blocks(table, pages, tile, last)
         if EARLY:
-            if tile < end:  # an earlier kernel of the step may write new tokens, which L2 sees, but not the block table
+            if tile < end:  # no kernel of the step writes the block table, and L2 sees the new tokens that one writes
                 prefetch(kc, vc, blocks, tile, last, tid % 32, s_blk, s_tok, kv_at)
             grid_wait()
         load_q_fragments(qf, q, i64(row) * q_s + (head0 + g) * W, g < heads, t)

@@ -160,7 +160,7 @@ def ptx_file(kernel: CudaKernel, cc: tuple[int, int]) -> Path:
 
 
 def cached_ptx(kernel: CudaKernel, cc: tuple[int, int]) -> str:
-    """The kernel's PTX: from the cache, or compiled and put there. Waits for a process that compiles it ahead."""
+    """The kernel's PTX: from the cache, or compiled and put there. If another process is to compile it ahead, waits for that one."""
     path = ptx_file(kernel, cc)
     if (compiler := _ahead.pop(path, None)) is not None:
         compiler.wait_for(path)
@@ -186,13 +186,13 @@ compile_job(job)
 
 @dataclass
 class Compiler:
-    """A process that compiles kernels into the cache. `errors`: the file that it writes to if it fails."""
+    """A process that compiles kernels and puts their PTX into the cache. errors: a file with what it wrote to stderr."""
 
     process: subprocess.Popen
     errors: Any
 
     def wait_for(self, path: Path) -> None:
-        """Until a file is in the cache, or, with a warning, will not be."""
+        """Wait until a file is in the cache, or the process has ended. If it ended without the file, log why."""
         while not path.exists() and self.process.poll() is None:
             time.sleep(0.005)
         if not path.exists():
@@ -205,10 +205,10 @@ _ahead: dict[Path, Compiler] = {}
 
 
 def compile_ahead(kernels: Sequence[CudaKernel], cc: tuple[int, int]) -> int:
-    """Begin to compile the kernels that are not in the cache, the first ones first, in as many processes as there are cores.
+    """Start other processes, at most one per core, that compile the kernels missing from the cache, in the order given.
 
-    Returns the number of processes: 0 on one core, or where nothing can be compiled. They end by themselves, at the latest
-    when they have compiled what they are at and this process is gone.
+    Returns the number of processes: 0 if no kernel is missing, on one core, or where nothing can be compiled. A process ends when its
+    kernels are compiled; if this process ends before, it stops after the kernel that it is compiling.
     """
     files = {ptx_file(kernel, cc): kernel.maker for kernel in kernels if kernel.maker is not None}
     missing = {path: maker for path, maker in files.items() if path not in _ahead and not path.exists()}
@@ -223,18 +223,21 @@ def compile_ahead(kernels: Sequence[CudaKernel], cc: tuple[int, int]) -> int:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", COMPILER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors
             )
-        except OSError as error:  # no room for processes, or Python is inside another program
+        except OSError as error:  # too many processes, or Python is embedded in another program
             logger.warning("no process can be started to compile kernels ahead: %s", error)
             return first
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # if it died, it has said why
+        with (
+            contextlib.suppress(BrokenPipeError),
+            process.stdin as pipe,
+        ):  # a process that failed has written why to `errors`
             pipe.write(pickle.dumps((sys.path, job)))
         _ahead.update(dict.fromkeys(some, Compiler(process, errors)))
     return count
 
 
 def compile_job(job: bytes) -> None:
-    """What the processes of `compile_ahead` do."""
+    """What a process of `compile_ahead` does: compile one kernel after the other, as long as its parent lives."""
     parent, cc, makers = pickle.loads(job)
     for make, args, kwargs in makers:
         if os.getppid() != parent:
@@ -281,7 +284,7 @@ class Launch:
 
 
 def ptx_target(cc: tuple[int, int]) -> tuple[int, int]:
-    """The compute capability that is compiled for, given a card's: PTX for 9.0 runs on later cards too."""
+    """The compute capability to compile for, from the card's: 9.0 at most, as PTX for 9.0 runs on later cards too."""
     return min(cc, (9, 0))
 
 

@@ -59,7 +59,7 @@ def check(name: str, x: Tensor, shape: tuple, dtype: torch.dtype, device: torch.
     """Refuse a tensor that is not on `device`, or not of this dtype and shape (None matches any size)."""
     if x.device != device or x.dtype != dtype:
         raise ValueError(f"{name} must be {dtype} on {device}, not {x.dtype} on {x.device}")
-    if x.shape == shape:  # as most are; a step of a prompt checks hundreds
+    if x.shape == shape:  # the usual case, made fast: a prefill step checks hundreds of tensors
         return
     if x.dim() != len(shape) or any(want is not None and want != got for want, got in zip(shape, x.shape)):
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
@@ -132,7 +132,7 @@ def fp8_unsupported(device: torch.device) -> str | None:
 
 
 class Rehearsal(threading.local):
-    """The kernels that this thread would have launched; None outside of a rehearsal."""
+    """The state of a thread that rehearses, see `rehearsal`: the kernels noted so far. None outside of a rehearsal."""
 
     kernels: dict[CudaKernel, None] | None = None
 
@@ -142,7 +142,10 @@ _rehearsal = Rehearsal()
 
 @contextmanager
 def rehearsal(device: torch.device) -> Iterator[dict[CudaKernel, None]]:
-    """Within it, this thread launches no kernel, but notes it. At the end, other processes begin to compile those that are not in the cache."""
+    """Rehearse: inside this context `run` launches none of this thread's kernels, but notes them in the dict that the context gives.
+
+    At its end, other processes begin to compile those that are not in the cache (`compile_ahead`). Torch's operations run as always.
+    """
     kernels: dict[CudaKernel, None] = {}
     _rehearsal.kernels = kernels
     try:
@@ -704,7 +707,7 @@ def check_packed(format: Format, words: Tensor, scales: Tensor, outputs: int) ->
 def quantized_gemv(x: Tensor, format: Format, words: Tensor, scales: Tensor, outputs: int) -> Tensor:
     """x [T, format.features] @ weight [outputs, format.features].T for T up to 64 and an even number of outputs.
 
-    words, scales: int32, the weight in the order of `minivllm_kernels.cuda.quantized`. Each 16 rows read the weight once.
+    words, scales: int32, the weight in the order of `minivllm_kernels.cuda.quantized`. The weight is read once per 16 rows.
     """
     device, rows = words.device, x.shape[0]
     check("x", x, (None, format.features), DTYPES[format.dtype], device)

@@ -117,7 +117,7 @@ WIDE_WAVES = ((4, 2, 4), (2, 4, 8))
 
 
 def choose_chunk(tiles: np.ndarray, heads: int, multiprocessors: int, max_warps: int) -> tuple[int, int | np.ndarray]:
-    """(warps, chunk in tiles, for all or for each) for sequences of `tiles` tiles, each read once for each of `heads` KV heads."""
+    """(warps, chunk) for sequences of `tiles` tiles, each read once per KV head. The chunk is in tiles: a number, or one per sequence."""
     longest, total = int(tiles.max()), int(tiles.sum()) * heads
     least_chunk = -(-longest // MAX_PARTS)
     for warps, resident, least in WAVES if max_warps == 8 else WIDE_WAVES:
@@ -134,9 +134,12 @@ def choose_chunk(tiles: np.ndarray, heads: int, multiprocessors: int, max_warps:
 
 
 def _fill_last_wave(tiles: np.ndarray, chunk: int, wave: float, least: int) -> int | np.ndarray:
-    """The chunk for each sequence, when `wave` items run at once: those left for the last wave are cut small, so that it has no idle slots."""
+    """The chunk, or one per sequence, when `wave` items per KV head run at once.
+
+    If the last wave would be less than half full, as many of the shortest sequences are cut small, so that it has no idle slots.
+    """
     left = (-(-tiles // chunk)).sum() % wave
-    if not 1 <= left <= wave / 2:  # more of them keep the memory busy as they are
+    if not 1 <= left <= wave / 2:  # more than half a wave keeps the memory busy uncut
         return chunk
     last = np.argsort(tiles, kind="stable")[: math.ceil(left)]
     chunks = np.full(len(tiles), chunk)

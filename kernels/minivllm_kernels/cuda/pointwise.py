@@ -179,7 +179,7 @@ def rope_and_cache(
             return
         base = i64(tok) * (ALL * W) + head * W
         slot = slots[tok]
-        for c in range(EACH):  # with the head, not after its norm
+        for c in range(EACH):  # loaded together with the head, not after its norm
             at = positions[tok] * D + 2 * min(lane + 32 * c, HW - 1)
             for w in range(4):
                 turns[4 * c + w] = table[at + w % 2 + W * (w // 2)]

@@ -127,7 +127,7 @@ def tile_loaders(shape: AttentionShape, warps: int) -> tuple[Any, Any]:
                 at = (i64(row0) + min(r // G, queries - 1)) * q_s + (kvh * G + r % G) * W + column * 4
                 fetch_q(sa, local * PITCH + column * 16, q, at)
 
-    @functools.partial(device, early=True)  # registers would be spilled
+    @functools.partial(device, early=True)  # inlined by LLVM, it spills registers
     def load_kv(to, cache, base, oldest, newest, table, pages, s_blk, s_tok, kv_at, sa, tid):
         """Start fetching the keys from `base` on; tokens that no row sees are replaced by one that is seen."""
         column = tid % COLUMNS

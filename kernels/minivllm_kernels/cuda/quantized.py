@@ -104,7 +104,7 @@ def _twice(half: int) -> int:
 
 
 def _read_int4(dtype: str) -> Any:
-    """Put four bits into the fraction of 16 or 256, which gives 16 or 256 plus the number. The surplus is subtracted from the sums."""
+    """Put four bits into the fraction of 16 or 256, which gives 16 or 256 plus the number. See `Plan.lows` for the surplus."""
     words, text, shifts = _CODES[dtype][1:], "mov.b32 s, $4;", [0]
     for i in range(4):
         at, magic = words[i % 2]
@@ -268,9 +268,10 @@ class Plan:
 
     @property
     def lows(self) -> int:
-        """Tiles of sums of what int4 weights are too large by, to be subtracted from the sums: one serves all tiles without zero points.
+        """Tiles of sums that correct for the surplus of int4 weights, which is 16 or 256 plus the zero point.
 
-        They cost a matmul more. For 16 rows that takes longer than subtracting from each weight, and there are none, unless registers are short.
+        Without zero points one tile serves all outputs of a warp; with them each tile of outputs has one. They take one more `mma` each. For
+        16 rows that is slower than to subtract the surplus from the weights, so there are none (0), except in groups of 32: registers are short there.
         """
         if self.format.kind != "int4" or (self.rows > 8 and self.fold >= 64):
             return 0

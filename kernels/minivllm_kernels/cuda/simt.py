@@ -67,9 +67,9 @@ def numba_types(signature: str) -> list[Any]:
 
 
 def device(function: Callable, early: bool = False) -> Any:
-    """A function that kernels call. LLVM inlines it, always: arrays of registers cannot cross a real call.
+    """Decorator of a function that kernels call. LLVM always inlines it, because arrays in registers cannot be passed by a real call.
 
-    early: numba inlines it instead, again at each call and before types are known. That takes longer to compile.
+    early: numba inlines it instead, before types are known and anew for each call. That takes longer to compile.
     """
     how = {"inline": "always"} if early else {"forceinline": True, "fastmath": True}
     return function if SIM else cuda.jit(device=True, **how)(function)
@@ -152,9 +152,11 @@ if SIM:
 
 @contextmanager
 def _compiling(cc: tuple[int, int]) -> Iterator[None]:
-    """Keep the garbage collector off while compiling: it scans the compiler's objects again and again, and a kernel would take half as long again.
+    """Compile with the garbage collector off, and for compute capability `cc`.
 
-    And answer numba when it asks for which GPU a function that a kernel calls is compiled: it would start CUDA to look for one."""
+    The collector would scan the compiler's objects again and again, and a kernel would take half as long again. For each function that a kernel
+    calls numba asks the current GPU for its capability, which would start CUDA: the answer is given here instead.
+    """
     from numba.core.compiler_lock import global_compiler_lock
     from numba.cuda import dispatcher
 
@@ -181,7 +183,7 @@ class CudaKernel:
     shared_bytes: dynamic shared memory per block.
     hopper_only: it has instructions (wgmma, setmaxnreg) that compute capability 9.0 has and no later one.
     cluster: neighbouring blocks that start together and reach each other's shared memory; a grid is a multiple of it.
-    maker: the function and the arguments that made it, by which another process can make it; None if that is not known.
+    maker: the function that made the kernel, and its arguments: with them another process can make it again. None if unknown.
     """
 
     name: str
@@ -265,7 +267,7 @@ def kernel(
 
 
 def kernel_maker(make: Callable[..., CudaKernel]) -> Callable[..., CudaKernel]:
-    """Decorator of a module's function that makes kernels: it makes each once, and notes its `maker`. Arguments are hashable, and can be pickled."""
+    """Decorator of a module-level function that returns a kernel: each is made once and notes its `maker`. Arguments must be hashable and picklable."""
 
     @functools.cache
     @functools.wraps(make)

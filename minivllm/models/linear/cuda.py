@@ -25,7 +25,7 @@ from minivllm.models.linear.scaled import FP8, ScaledWeight, quantize_channels
 MOST_ROWS = 64
 """Matmuls of up to this many rows use our kernel, or of up to `ops.most_rows` of the weight if that is less; larger ones use torch."""
 QUANTIZED_ROWS = 64
-"""The same for a quantized weight. More than 16 rows read it several times, which is still faster than writing it out."""
+"""The same for a quantized weight. It is read once per 16 rows, which up to here is faster than writing it out."""
 
 
 def cuda_kernels() -> ModuleType:

@@ -228,8 +228,10 @@ class CapturedCPUSteps:
 
 
 def _rotations(rope: Rope, dtype: torch.dtype) -> Tensor:
-    """What a `Rope` gives for each position, [2, max_positions, 1, dim]. A replay looks a few of them up, which takes less time than to
-    compute them; in pieces, since float32 numbers of all of them would take much memory."""
+    """The cos and sin of a `Rope` for every position: [2, max_positions, 1, dim]. To look some up takes a replay less time than to compute them.
+
+    Computed in pieces: the float32 angles of all positions at once would take much memory.
+    """
     pieces = torch.arange(rope.max_positions).split(8192)
     return torch.cat([torch.stack(rope(positions, dtype)) for positions in pieces], 1)
 
