@@ -264,7 +264,7 @@ class BlockPool:
         self.free_queue.prepend(block)
 
     def _drop(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Forget the content of free blocks, which are still in the list: `trace` may raise."""
+        """Forget the content of free blocks. They must still be in the list: `trace` may raise, and none may be lost."""
         trace, on_evict = self.trace, self.on_evict
         for block in blocks:
             if trace is not None:

@@ -95,7 +95,7 @@ def _token_ids(value: Any) -> list[int] | None:
     """A new list of Python ints; None if the value is not a list, tuple, range or array of whole numbers."""
     if isinstance(value, np.ndarray):
         whole = value.ndim == 1 and (np.issubdtype(value.dtype, np.integer) or value.size == 0)
-        value = value.tolist() if whole else None  # a masked number is None in it
+        value = value.tolist() if whole else None  # a masked element becomes None
     return as_integers(value) if isinstance(value, (list, tuple, range)) else None
 
 

@@ -1,4 +1,4 @@
-"""Peak GPU memory of the largest possible step."""
+"""Peak GPU memory of the largest possible step, and a rehearsal of the first ones."""
 
 # Generated from nbs/runtime/peak_memory.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

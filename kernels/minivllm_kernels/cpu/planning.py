@@ -165,7 +165,7 @@ def plan_items(
         threads: threads to keep busy.
 
     Returns:
-        int32 [items, FIELDS], the costly ones first, and how many splits the workspace must hold for each head.
+        int32 [items, FIELDS], the costliest first, and how many splits the workspace must hold per head.
     """
     tiles, size, split = list[tuple[int, ...]](), shape.item_tokens, shape.split
     starts = query_start_loc.tolist()
@@ -190,7 +190,7 @@ def plan_items(
 
 
 def plan_claims(items: np.ndarray, num_kv_heads: int, threads: int) -> np.ndarray:
-    """Where each claim begins, and the end: int64 [claims + 1], counted in items x heads, heads together."""
+    """Bounds of the claims, int64 [claims + 1]. They count pairs of item and head; the heads of an item are neighbours."""
     cost = items[:, TOKENS].astype(np.int64) * (items[:, END] - items[:, BEGIN])
     done = np.cumsum(np.repeat(cost, num_kv_heads))
     eighths = 8 * threads * done // done[-1:]

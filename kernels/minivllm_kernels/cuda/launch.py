@@ -1,4 +1,4 @@
-"""Low-overhead CUDA launch: driver calls by ctypes, PTX cache, parameter buffers."""
+"""Low-overhead CUDA launch: driver calls by ctypes, PTX cache, compiling ahead, parameter buffers."""
 
 # Generated from nbs/numba_kernels/cuda/launch.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 

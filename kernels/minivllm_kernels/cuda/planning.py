@@ -136,7 +136,7 @@ def choose_chunk(tiles: np.ndarray, heads: int, multiprocessors: int, max_warps:
 def _fill_last_wave(tiles: np.ndarray, chunk: int, wave: float, least: int) -> int | np.ndarray:
     """The chunk, or one per sequence, when `wave` items per KV head run at once.
 
-    If the last wave would be less than half full, as many of the shortest sequences are cut small, so that it has no idle slots.
+    If the last wave would be at most half full, as many of the shortest sequences are cut small, so that it has no idle slots.
     """
     left = (-(-tiles // chunk)).sum() % wave
     if not 1 <= left <= wave / 2:  # more than half a wave keeps the memory busy uncut
