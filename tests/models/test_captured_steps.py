@@ -80,6 +80,25 @@ def test_the_same_to_the_bit(name, captured):
     assert captured == [14, 2, 7, 1]
 
 
+def test_the_same_to_the_bit_where_a_rotation_is_stretched(captured):
+    names = [str(n) for n in range(88, 95)]  # the limit is 64
+    decoder = make_decoder(hf_model("llama-rope-dynamic"), "numba_cpu")
+
+    def step(paged):
+        return torch.cat(list(paged.step(dict.fromkeys(names, 1)).values()))
+
+    runs = []
+    for one_launch in (True, False):
+        paged = PagedDecoder(decoder, seed=0)
+        if not one_launch:
+            decoder._captured = None
+        for name, tokens in prompts(*map(int, names)).items():
+            paged.add(name, tokens)
+            paged.step({name: 80})
+        runs.append([step(paged) for _ in range(8)])
+    assert captured == [7] and all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
 def test_the_same_to_the_bit_in_bf16(captured):
     """Sizes that fill tiles, if the CPU has a unit for them."""
     config = LlamaConfig(**_SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4})

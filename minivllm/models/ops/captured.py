@@ -167,7 +167,8 @@ class CapturedCPUSteps:
                 for rope in model.ropes
             ]
             self._rotations = [
-                None if rope is None else _rotations(rope, model.embedding.dtype) for rope in model.ropes
+                None if rope is None or rope.spec.kind == "dynamic" else _rotations(rope, model.embedding.dtype)
+                for rope in model.ropes  # the last bits of dynamic ones depend on how many are computed at once
             ]
 
     @torch.no_grad()
@@ -209,11 +210,9 @@ class CapturedCPUSteps:
         model, rows, program = self.model, len(token_ids), captured.program
         model.embed(token_ids, positions, self._stream[:rows])
         for rope, rotations, tables in zip(model.ropes, self._rotations, self._tables, strict=True):
-            if rotations is None or tables is None:
-                continue
-            if positions.dim() == 1:
+            if rotations is not None and tables is not None and positions.dim() == 1:
                 torch.index_select(rotations, 1, positions, out=tables[:, :rows])
-            else:
+            elif rope is not None and tables is not None:
                 tables[0, :rows], tables[1, :rows] = rope(positions, model.embedding.dtype)
         threads = torch.get_num_threads()
         for group, (plan, where) in enumerate(zip(plans, captured.attentions, strict=True)):
