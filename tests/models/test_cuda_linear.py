@@ -168,11 +168,12 @@ def test_quantized_layers_take_the_kernel_for_few_rows(ops, monkeypatch):
     layer.method.process_weights_after_loading()
     assert torch.equal(layer.weight, torch.cat((a.dequantize(), b.dequantize())).bfloat16())
     assert torch.equal(layer(torch.zeros(3, 128).bfloat16()), torch.full((3, 96), 2.0).bfloat16())
-    assert ops.asked == [3, 3]
+    layer(torch.zeros(64, 128).bfloat16())
+    assert ops.asked == [3, 3, 64, 64]
     ops.asked.clear()
     monkeypatch.setattr(cuda_linear, "AT_ONCE", 40 * 128)
-    x = torch.randn(17, 128).bfloat16()
-    torch.testing.assert_close(layer(x), (x.sum(1, keepdim=True) + 2).expand(17, 96), atol=0.2, rtol=0.02)
+    x = torch.randn(65, 128).bfloat16()
+    torch.testing.assert_close(layer(x), (x.sum(1, keepdim=True) + 2).expand(65, 96), atol=0.2, rtol=0.02)
     assert ops.asked == [(0, 32), (32, 32), (0, 32)]
 
 
