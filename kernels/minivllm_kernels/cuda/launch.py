@@ -227,10 +227,7 @@ def compile_ahead(kernels: Sequence[CudaKernel], cc: tuple[int, int]) -> int:
             logger.warning("no process can be started to compile kernels ahead: %s", error)
             return first
         assert process.stdin is not None
-        with (
-            contextlib.suppress(BrokenPipeError),
-            process.stdin as pipe,
-        ):  # a process that failed has written why to `errors`
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # one that failed has said why in `errors`
             pipe.write(pickle.dumps((sys.path, job)))
         _ahead.update(dict.fromkeys(some, Compiler(process, errors)))
     return count
