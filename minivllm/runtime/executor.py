@@ -234,12 +234,15 @@ def load_decoder(plan: EnginePlan, group: TensorGroup | None = None, stage: Stag
     decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group, stage)
     alone = decoder.group is None and decoder.stage.is_first and decoder.stage.is_last
     compiles = alone and isinstance(plan.backend, NumbaCudaBackend)
-    early = method == "gemv" and not plan.model.quantization  # the kernels of a quantized weight depend on what it is
+    stored = bool(
+        plan.model.quantization
+    )  # the kernels of such a weight depend on what it is, which may differ from layer to layer
+    early = method == "gemv" and not stored
     if compiles and early:
         rehearse(decoder, plan.config.kv_cache, plan.config.scheduler)
     decoder.load_weights(plan.model.weights(plan.config.dtype, device))
     if compiles and not early:
-        rehearse(decoder, plan.config.kv_cache, plan.config.scheduler)
+        rehearse(decoder, plan.config.kv_cache, plan.config.scheduler, every_layer=stored)
     if (args := plan.config.args).enable_lora:
         LoRAModel(decoder, args.max_loras, args.max_lora_rank, plan.config.scheduler.max_num_batched_tokens)
     return decoder

@@ -10,6 +10,7 @@ from minivllm.attention.backend import AttentionBatch
 from minivllm.attention.numba_cuda import cuda_ops
 from minivllm.attention.state import cache_layout
 from minivllm.core.config import KVCacheConfig, SchedulerConfig
+from minivllm.core.module import ModuleList
 from minivllm.core.speculative import SpeculativeConfig
 from minivllm.models.decoder import Decoder
 from minivllm.sampling.transforms import draw, keep_from, top_p_threshold
@@ -33,7 +34,6 @@ def prompts_batch(tokens: int, longest: int, block_size: int) -> AttentionBatch:
 def _run(decoder: Decoder, kv: KVCacheConfig, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
     """Run the layers for a batch of random tokens. Returns the hidden states, and the cache that was made for the batch."""
     device = decoder.device
-    decoder.bind(kv)
     specs = decoder.attention_specs(kv.block_size)
     shape, dtype = cache_layout(decoder.backend, specs, int(batch.block_table.max()) + 1)
     cache = torch.zeros(shape, dtype=dtype, device=device)
@@ -53,6 +53,7 @@ def run_largest_step(
     A draft model, or a proposer of the user's own, may give probabilities for its draft tokens: then the rejection rule runs, too.
     Returns the bytes of the step's cache.
     """
+    decoder.bind(kv)
     hidden, cache = _run(decoder, kv, prompts_batch(limits.max_num_batched_tokens, limits.max_model_len, kv.block_size))
     if not decoder.stage.is_last:
         return cache.numel() * cache.element_size()
@@ -84,17 +85,24 @@ FIRST_STEPS = ((128, 1), (8, 1), (1, 1), (1, 16), (1, 64))
 
 
 @torch.inference_mode()
-def rehearse(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig) -> list[str]:
+def rehearse(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig, every_layer: bool = False) -> list[str]:
     """Run `FIRST_STEPS` with our kernels noted instead of launched (`ops.rehearsal`), and let other processes compile those not in the cache.
 
-    Meanwhile the engine goes on starting. The results mean nothing, so the weights need not be read yet. Returns the kernels' names.
+    Meanwhile the engine goes on starting. The results mean nothing, so the weights need not be read yet, and layers of equal specs are run once,
+    unless `every_layer` asks for all. Returns the kernels' names.
     """
-    with cuda_ops().rehearsal(decoder.device) as kernels:
-        for tokens, requests in FIRST_STEPS:
-            tokens = min(tokens, limits.max_model_len)
-            hidden, _ = _run(decoder, kv, prompts_batch(tokens * requests, tokens, kv.block_size))
-            if decoder.head is not None:
-                last = hidden[tokens - 1 :: tokens]
-                decoder.ops.argmax(decoder.compute_logits(last))
-                decoder.compute_argmax(last)
+    decoder.bind(kv)
+    layers, specs = decoder.layers, decoder.spec.layers
+    decoder.layers = ModuleList(x for i, x in enumerate(layers) if every_layer or specs[i] not in specs[:i])
+    try:
+        with cuda_ops().rehearsal(decoder.device) as kernels:
+            for tokens, requests in FIRST_STEPS:
+                tokens = min(tokens, limits.max_model_len)
+                hidden, _ = _run(decoder, kv, prompts_batch(tokens * requests, tokens, kv.block_size))
+                if decoder.head is not None:
+                    last = hidden[tokens - 1 :: tokens]
+                    decoder.ops.argmax(decoder.compute_logits(last))
+                    decoder.compute_argmax(last)
+    finally:
+        decoder.layers = layers
     return [kernel.name for kernel in kernels]

@@ -6,6 +6,7 @@ import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.attention.numba_cuda import NumbaCudaBackend
+from minivllm.runtime.peak_memory import FIRST_STEPS
 from minivllm_kernels.cuda import ops
 
 HEADS = {"head_dim": 64, "num_attention_heads": 4, "hidden_size": 128, "intermediate_size": 192}
@@ -14,10 +15,11 @@ HEADS = {"head_dim": 64, "num_attention_heads": 4, "hidden_size": 128, "intermed
 @pytest.fixture
 def gpu(monkeypatch):
     """A pretended GPU: kernels are noted, not run. Their results are whatever memory holds, except that an argmax gives token 0."""
-    launched, ahead, run, largest = {}, [], ops.run, ops.first_largest
+    launched, ahead, noted, run, largest = {}, [], [], ops.run, ops.first_largest
 
     def note(kernel, device, grid, *numbers):
         if ops._rehearsal.kernels is not None:
+            noted.append(kernel.name)
             return run(kernel, device, grid, *numbers)
         if grid[0] and grid[1]:
             launched[kernel] = None
@@ -32,22 +34,26 @@ def gpu(monkeypatch):
     monkeypatch.setattr(ops, "run", note)
     monkeypatch.setattr(ops, "first_largest", lambda x: largest(x).zero_())
     monkeypatch.setattr(ops, "compile_ahead", lambda kernels, cc: ahead.append((kernels, cc)))
-    return launched, ahead
+    return launched, ahead, noted
 
 
 @pytest.mark.parametrize(
-    ("name", "quantization"), [("qwen3", None), ("llama", "fp8"), ("gemma3", None), ("mixtral", None)]
+    ("name", "quantization", "kinds"),
+    [("qwen3", None, 1), ("llama", "fp8", 1), ("gemma3", None, 2), ("mixtral", None, 1)],
 )
-def test_the_rehearsal_has_every_kernel_of_first_steps(gpu, name, quantization, monkeypatch, tmp_path):
-    launched, ahead = gpu
+def test_the_rehearsal_has_every_kernel_of_first_steps(gpu, name, quantization, kinds, monkeypatch, tmp_path):
+    """It runs one layer of each kind, of four."""
+    launched, ahead, noted = gpu
     family, changes = tiny_models.TINY_MODELS[name]
-    monkeypatch.setitem(tiny_models.TINY_MODELS, "wide", (family, {**changes, **HEADS}))
-    folder = tiny_models.save_tiny_model("wide", tmp_path / "model")
+    monkeypatch.setitem(tiny_models.TINY_MODELS, f"wide {name}", (family, {**changes, **HEADS}))
+    folder = tiny_models.save_tiny_model(f"wide {name}", tmp_path / "model")
     how = {"device": "cpu", "dtype": "bfloat16", "attention_backend": "numba_cuda", "num_gpu_blocks": 400, "max_num_seqs": 64}  # fmt: skip
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
     with LLM(str(folder), load_format="dummy", quantization=quantization, **how) as llm:
         ((kernels, cc),) = ahead
         assert cc == (9, 0) and not launched
+        caches = sum(kernel.startswith(("rope_and_cache", "reshape_and_cache")) for kernel in noted)
+        assert caches == len(FIRST_STEPS) * kinds
         assert all(
             kernel.maker is not None and kernel.maker[0](*kernel.maker[1], **kernel.maker[2]) is kernel
             for kernel in kernels
