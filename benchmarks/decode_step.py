@@ -1,11 +1,11 @@
 """How far is a decode step from the memory's speed? Prints, for each batch size, its share of the floor.
 
-    python benchmarks/decode_step.py [--output FOLDER] [--model 0.6B] [--context 1024] [--batch 1 16 64 256] [--products 1 2 4 8 16 32 64]
+    python benchmarks/decode_step.py [--output FOLDER] [--model 0.6B] [--context 1024] [--batch 1 16 64 256] [--products 1 2 4 8 16 32 64 128 256]
 
 The model has the shape of Qwen3-0.6B (or `--model 8B`) and random bfloat16 weights. A step is what the engine's model runner replays as one
-CUDA graph, with the matmul that gives the logits and their argmax in it, or, of more rows than it chooses for, behind it. The floor is the time
+CUDA graph, with the matmul that gives the logits and their argmax in it, or, of more rows than it chooses for, after it. The floor is the time
 in which the card, at the bandwidth of a copy measured in the same run (bytes read plus bytes written), moves the weights
-and the keys and values once. Then, for batches up to 64, the same step with every matmul by cuBLAS, by our own kernels, and by these with no kernel starting early.
+and the keys and values once. Then the same step with every matmul by cuBLAS, by our own kernels, and by these with no kernel starting early.
 """
 
 import argparse
@@ -118,7 +118,11 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument(
-        "--products", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64], help="batches to try each product with"
+        "--products",
+        type=int,
+        nargs="*",
+        default=[1, 2, 4, 8, 16, 32, 64, 128, 256],
+        help="batches to try each product with",
     )
     parser.add_argument("--output", type=Path, help="folder for decode_step-CARD.json, or decode_step-8b-CARD.json")
     args = parser.parse_args()

@@ -304,7 +304,10 @@ class Decoder(Module):
         if len(self.token_types):
             kinds, token_ids = token_ids // self.spec.vocab_size, token_ids % self.spec.vocab_size
         if self.group is None:
-            x = torch.index_select(self.embedding, 0, token_ids, out=out)
+            few = (
+                out is None and token_ids.is_cuda
+            )  # torch's index_select of up to 16 rows takes several times as long on a GPU
+            x = self.embedding[token_ids] if few else torch.index_select(self.embedding, 0, token_ids, out=out)
         else:
             x = self.group.embed(self.embedding, token_ids, self.spec.vocab_size)
         if self.lora is not None:

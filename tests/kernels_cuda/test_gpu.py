@@ -566,8 +566,11 @@ MATMULS = [  # of Qwen3-0.6B and 8B
 @on_hopper
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("size, features, gated", MATMULS)
-def test_a_matmul_of_17_to_64_rows(dtype, size, features, gated):
-    check_many_rows(dtype, size, features, gated, (17, 31, 32, 33, 48, 64))
+def test_a_matmul_of_17_to_256_rows(dtype, size, features, gated):
+    weight = torch.empty(size, features, dtype=dtype, device=CUDA)
+    many = [rows for rows in (65, 96, 127, 128, 129, 192, 255, 256) if ops.takes_rows(weight, rows, gated)]
+    assert not ops.takes_rows(weight, 257, gated)
+    check_many_rows(dtype, size, features, gated, (17, 31, 32, 33, 48, 64, *many))
 
 
 @on_hopper
@@ -581,23 +584,25 @@ def test_a_matmul_of_17_to_64_rows(dtype, size, features, gated):
         (MatmulTile(96, 2, 4, True), 2 * 1000, 1096),
         (MatmulTile(64, 8, 2, False), 66, 4096),
         (MatmulTile(256, 1, 3, False), 30002, 576),
+        (MatmulTile(32, 4, 2, False, 128), 1002, 1544),
+        (MatmulTile(96, 2, 4, True, 128), 2 * 1000, 1096),
     ],
     ids=str,
 )
 def test_tiles_of_odd_sizes(dtype, tile, size, features, monkeypatch):
+    """More rows than a tile has make more tiles."""
     monkeypatch.setattr(ops, "choose_tile", lambda *_: tile)
-    check_many_rows(dtype, size, features, tile.gated, (17, 40, 64))
+    check_many_rows(dtype, size, features, tile.gated, (17, 40, 64, 65, 130, 300))
 
 
 @on_hopper
-def test_layers_take_it_for_up_to_64_rows():
+def test_layers_take_it_for_up_to_256_rows():
     layer = Linear(1024, {"gate": 3072, "up": 3072}, dtype=BF16, device=CUDA, method="gemv")
     layer.weight.copy_(torch.randn(6144, 1024, device=CUDA) / 32)
     layer.method.process_weights_after_loading()
-    x = torch.randn(65, 1024, device=CUDA).to(BF16)
-    for rows in (17, 64):
-        assert layer.method.takes(x[:rows]) and layer.method.takes(x[:rows], gated=True)
-        assert torch.equal(layer(x[:rows]), ops.gemv(x[:rows], layer.weight))
+    x = torch.randn(257, 1024, device=CUDA).to(BF16)
+    for rows in (17, 64, 65, 256):
+        assert layer.method.takes(x[:rows]) == (rows <= 64) and layer.method.takes(x[:rows], gated=True)
         gated = NumbaCudaOps().gated_linear(x[:rows], layer, "silu")
         assert torch.equal(gated, ops.gemv(x[:rows], layer.weight, gated=True))
     assert not layer.method.takes(x) and not layer.method.takes(x, gated=True)

@@ -73,6 +73,9 @@ def test_only_a_kernel_that_waits_by_itself_may_start_before_the_one_before_has_
         monkeypatch.setattr(launch, "cached_ptx", lambda kernel, cc, ptx=ptx: ptx)
         launch.Launch(kernel, (9, 0))(3, 2, 1 << 40, 0, 0)
         assert asked.pop() == ([3, 2, 1, kernel.threads, 1, 1, 0], 1 << 40, 7, kind)
+        for tokens, found in ((16, kind), (17, None)):
+            launch.Launch(kernel, (9, 0))(tokens, 2, 1 << 40, 0, 0)
+            assert asked.pop()[3] == found, "many blocks start in turn"
 
 
 def test_a_missing_or_old_compiler_is_named(monkeypatch):
@@ -104,9 +107,22 @@ def test_the_backend_says_why_it_cannot():
     assert "NVIDIA GPU, and the device is cpu" in NumbaCudaBackend().unsupported(spec, torch.device("cpu"))
 
 
+def rotate(at=0, table_at=0):
+    """One token, with qkv and the table that many numbers after an address that 16-byte loads can read."""
+    qkv, table = torch.zeros(at + 3 * 64).half()[at:].view(1, -1), torch.zeros(table_at + 64)[table_at:].view(1, -1)
+    place = torch.zeros(1, dtype=torch.int64)
+    ops.rope_and_cache(qkv, torch.zeros(2, 4, 16, 1, 64).half(), table, place, place, num_heads=1)
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
+        (lambda: rotate(at=1), "the rows of qkv must start at multiples of 16 bytes"),
+        (lambda: rotate(table_at=1), "the rows of table must start at multiples of 16 bytes"),
+        (
+            lambda: pointwise.rope_and_cache("float16", 1, 1, 72, 16, True),
+            "head_dim 72: the kernels take multiples of 16",
+        ),
         (lambda: ops.rms_norm(torch.zeros(1, 64), torch.zeros(64), 1e-6), "torch.bfloat16 or torch.float16"),
         (lambda: ops.silu_mul(torch.zeros(4, 24).half()), "n a multiple of 8"),
         (lambda: ops.check_cache(torch.zeros(2, 4, 16, 1, 4).half()), "16-byte pieces"),

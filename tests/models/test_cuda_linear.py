@@ -23,8 +23,8 @@ class Ops:
     def device_unsupported(self, device):
         return None
 
-    def most_rows(self, weight, gated):
-        return 64 if weight.shape[0] > 6 and not gated else 16
+    def takes_rows(self, weight, rows, gated):
+        return rows <= (64 if weight.shape[0] > 6 and not gated else 16)
 
     def gemv(self, x, weight):
         self.asked.append(x.shape[0])

@@ -70,71 +70,81 @@ def reshape_and_cache(block_size: int, threads: int = 128, to_fp8: str | None = 
     return write
 
 
-def int8_writer(dtype: str, head_dim: int) -> Any:
-    """A device function: a warp rounds a head and writes it to a cache of int8, and the head's scale.
+def head_lanes(head_dim: int) -> int:
+    """Lanes that share a head of 16-bit numbers, a power of two: each has 16 bytes of its first half, and 16 of its second."""
+    if head_dim % 16 or not 16 <= head_dim <= 512:
+        raise ValueError(f"head_dim {head_dim}: the kernels take multiples of 16 up to 512")
+    return 1 << (head_dim // 16 - 1).bit_length()
 
-    Lane l has words l, l + 32 .. of the head's first half in `pairs[0::2]`, of its second half in `pairs[1::2]`; zeros past the end. The
-    cache is seen as u16: `at` is where the head begins, `scale_at` where its scale does.
+
+def head_writer(dtype: str, head_dim: int, kind: str | None) -> Any:
+    """A device function: the lanes of `head_lanes` write a head to a cache. All lanes of the warp must call it; `mine` says which write.
+
+    kind: None for a cache of `dtype`; "fp8" (e4m3, of the numbers times `inverse`); "int8", of which the scale is written, too.
+    Of `words`, four are from the first half of the head, from word 4 lane on, and four from the second.
     """
-    HALF = head_dim // 4  # words
-    N = -(-HALF // 32) * 2
+    LANES, HALF, INT8 = head_lanes(head_dim), head_dim // (4 if kind is None else 8), kind == "int8"
     half = half_ops(dtype)
-    lo, hi = half.lo, half.hi
+    lo, hi, narrow, STEPS = half.lo, half.hi, pack_int8 if INT8 else pack_e4m3, LANES.bit_length() - 1
 
     @device
-    def write(cache, at, scale_at, pairs, lane):
-        peak = f32(1e-30)
-        for i in range(N):
-            peak = fmax_or_nan(peak, fmax_or_nan(lo(pairs[i]), -lo(pairs[i])))
-            peak = fmax_or_nan(peak, fmax_or_nan(hi(pairs[i]), -hi(pairs[i])))
-        for step in range(5):
-            peak = fmax_or_nan(peak, shfl_xor(peak, 16 >> step))
-        inverse = f32(127.0) / peak
-        for i in range(N):
-            word = lane + 32 * (i // 2)
-            if word < HALF:
-                cache[at + word + HALF * (i % 2)] = pack_int8(lo(pairs[i]) * inverse, hi(pairs[i]) * inverse)
-        if lane == 0:
-            scale = as_word(peak / f32(127.0))
-            cache[scale_at] = scale & u32(0xFFFF)
-            cache[scale_at + 1] = scale >> u32(16)
+    def whole(cache, at, scale_at, words, inverse, lane, mine):
+        if mine:
+            stg128(cache, at + 4 * lane, (words[0], words[1], words[2], words[3]))
+            stg128(cache, at + HALF + 4 * lane, (words[4], words[5], words[6], words[7]))
 
-    return write
+    @device
+    def narrowed(cache, at, scale_at, words, inverse, lane, mine):
+        if INT8:
+            peak = f32(1e-30)
+            for i in range(8):
+                if mine:
+                    peak = fmax_or_nan(peak, fmax_or_nan(lo(words[i]), -lo(words[i])))
+                    peak = fmax_or_nan(peak, fmax_or_nan(hi(words[i]), -hi(words[i])))
+            for step in range(STEPS):
+                peak = fmax_or_nan(peak, shfl_xor(peak, 1 << step))
+            inverse = f32(127.0) / peak
+            if mine and lane == 0:
+                cache[scale_at] = as_word(peak / f32(127.0))
+        if mine:
+            for i in range(4):
+                a = narrow(lo(words[2 * i]) * inverse, hi(words[2 * i]) * inverse)
+                b = narrow(lo(words[2 * i + 1]) * inverse, hi(words[2 * i + 1]) * inverse)
+                cache[at + i // 2 * HALF + 2 * lane + i % 2] = prmt(a, b, u32(0x5410))
+
+    return whole if kind is None else narrowed
 
 
-INT8_WARPS = 4
+INT8_THREADS = 128
 
 
 @kernel_maker
 def reshape_and_cache_int8(dtype: str, kv_heads: int, head_dim: int, block_size: int) -> CudaKernel:
-    """Round the rows of k and v and scatter them to their slots. Grid (tokens, ceil(2 kv_heads / INT8_WARPS))."""
-    HEADS, BS, HALF, W, EACH = kv_heads, block_size, head_dim // 4, head_dim // 2, -(-head_dim // 128)
-    N, WARPS, BLOCK = 2 * EACH, INT8_WARPS, block_size * kv_heads * (head_dim // 2 + 2)
-    store = int8_writer(dtype, head_dim)
+    """Round the rows of k and v and scatter them to their slots. Grid (tokens, ceil(2 kv_heads head_lanes / INT8_THREADS))."""
+    HEADS, BS, W, LANES, THREADS = kv_heads, block_size, head_dim // 2, head_lanes(head_dim), INT8_THREADS
+    HW, BLOCK, write = W // 2, BS * kv_heads * (head_dim + 4) // 4, head_writer(dtype, head_dim, "int8")
 
-    @kernel(
-        "u32* u32* u16* u16* i64* i32 i32", 32 * WARPS, f"reshape_and_cache_int8_{dtype}_h{HEADS}_d{head_dim}_b{BS}"
-    )
-    def write(k, v, kc, vc, slots, k_s, v_s):
+    @kernel("u32* u32* u32* u32* i64* i32 i32", THREADS, f"reshape_and_cache_int8_{dtype}_h{HEADS}_d{head_dim}_b{BS}")
+    def scatter(k, v, kc, vc, slots, k_s, v_s):
         slot = slots[cuda.blockIdx.x]
-        head = cuda.blockIdx.y * WARPS + cuda.threadIdx.x // 32
-        lane = cuda.threadIdx.x % 32
-        if slot < 0 or head >= 2 * HEADS:
-            return
+        unit = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        head = min(unit // LANES, 2 * HEADS - 1)
+        lane = unit % LANES
+        mine = unit < 2 * HEADS * LANES and lane * 4 < HW and slot >= 0
         x, cache, row, h = k, kc, i64(cuda.blockIdx.x) * k_s, head
         if head >= HEADS:
             x, cache, row, h = v, vc, i64(cuda.blockIdx.x) * v_s, head - HEADS
-        pairs = cuda.local.array(N, u32)
-        for i in range(N):
-            word = lane + 32 * (i // 2)
-            pairs[i] = u32(0)
-            if word < HALF:
-                pairs[i] = x[row + h * W + word + HALF * (i % 2)]
+        words = cuda.local.array(8, u32)
+        at = row + h * W + min(lane * 4, HW - 4)
+        first, second = ldg128(x, at), ldg128(x, at + HW)
+        for i in range(4):
+            words[i] = first[i]
+            words[4 + i] = second[i]
         block = slot // BS * BLOCK
-        scale_at = block + BS * HEADS * W + (h * BS + slot % BS) * 2
-        store(cache, block + (slot % BS * HEADS + h) * W, scale_at, pairs, lane)
+        scale_at = block + BS * HEADS * HW + h * BS + slot % BS
+        write(cache, block + (slot % BS * HEADS + h) * HW, scale_at, words, f32(1.0), lane, mine)
 
-    return write
+    return scatter
 
 
 COPY_SIGNATURE = "u32* u32* i64* i64 i64 i64"

@@ -274,7 +274,8 @@ class Launch:
         with self.lock:
             self.pack(self.buffer, 0, *numbers)
             shape = grid_x, grid_y, 1, self.threads, 1, 1, self.shared
-            CONFIG.pack_into(self.config, 0, *shape, stream, *self.attributes)
+            attributes = self.attributes if grid_x <= self.kernel.early_blocks else (0, 0)
+            CONFIG.pack_into(self.config, 0, *shape, stream, *attributes)
             code = self.call(self.config, self.function, self.parameters, None)
         if code:
             self.driver.check(code, f"launching {self.kernel.name} on a grid of {grid_x} x {grid_y}")

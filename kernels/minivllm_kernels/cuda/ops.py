@@ -26,12 +26,10 @@ from minivllm_kernels.cuda.all_reduce import (
 from minivllm_kernels.cuda.gemv import MMA_ROWS, choose_gemv
 from minivllm_kernels.cuda.launch import compile_ahead, compiler_missing, launcher, ptx_target
 from minivllm_kernels.cuda.matmul_hopper import (
-    MATMUL_ROWS,
     STEP,
     MatmulTile,
     choose_tile,
     matmul_maps,
-    padded_rows,
     wgmma_matmul,
 )
 from minivllm_kernels.cuda.planning import (
@@ -193,10 +191,10 @@ def _head_dim(kv_cache: Tensor) -> int:
     return kv_cache.shape[4] - (4 if kv_cache.dtype == torch.int8 else 0)
 
 
-def _cache_strides(kv_cache: Tensor, size: int = 4) -> list[int]:
-    """Words, or units of `size` bytes, from one block, token, head to the next."""
+def _cache_strides(kv_cache: Tensor) -> list[int]:
+    """Words from one block, token, head to the next."""
     head = _head_dim(kv_cache)
-    return [n * kv_cache.element_size() // size for n in (kv_cache.stride(1), kv_cache.shape[3] * head, head)]
+    return [n * kv_cache.element_size() // 4 for n in (kv_cache.stride(1), kv_cache.shape[3] * head, head)]
 
 
 def _cache_halves(kv_cache: Tensor) -> tuple[int, int]:
@@ -225,7 +223,8 @@ def reshape_and_cache(
     if kv_cache.dtype == torch.int8:
         block_size, heads = kv_cache.shape[2:4]
         writer = cache.reshape_and_cache_int8(half_name("k", k), heads, _head_dim(kv_cache), block_size)
-        grid = slot_mapping.shape[0], -(-2 * heads // cache.INT8_WARPS)
+        lanes = 2 * heads * cache.head_lanes(_head_dim(kv_cache))
+        grid = slot_mapping.shape[0], -(-lanes // cache.INT8_THREADS)
         return run(writer, kv_cache.device, grid, *pointers, k.stride(0) // 2, v.stride(0) // 2)
     head_words = kv_cache.shape[4] * size // 4
     words = kv_cache.shape[3] * head_words
@@ -642,30 +641,31 @@ def rope_and_cache(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             check(name, weight, (head_dim,), qkv.dtype, device)
+            check_rows(name, weight[None])
+    check_rows("qkv", qkv)
+    check_rows("table", table)
     check_contiguous(qkv=qkv, table=table, positions=positions, slot_mapping=slot_mapping)
-    check_contiguous(q_weight=q_weight, k_weight=k_weight)
-    kinds = kv_cache.dtype == FP8, kv_cache.dtype == torch.int8
-    kernel = pointwise.rope_and_cache(dtype, num_heads, kv_heads, head_dim, block_size, q_weight is not None, *kinds)
+    kind = {FP8: "fp8", torch.int8: "int8"}.get(kv_cache.dtype)
+    kernel = pointwise.rope_and_cache(dtype, num_heads, kv_heads, head_dim, block_size, q_weight is not None, kind)
     pointers = (qkv.data_ptr(), *_cache_halves(kv_cache), _address(q_weight), _address(k_weight))
     places = (table.data_ptr(), positions.data_ptr(), slot_mapping.data_ptr())
-    grid = (tokens, -(-all_heads // pointwise.ROPE_WARPS))
-    pairs = _cache_strides(kv_cache, 2 * kv_cache.element_size())
-    run(kernel, device, grid, *pointers, *places, eps, 1 / k_scale, 1 / v_scale, *pairs)
+    grid, strides = pointwise.rope_grid(tokens, all_heads, head_dim), _cache_strides(kv_cache)
+    run(kernel, device, grid, *pointers, *places, eps, 1 / k_scale, 1 / v_scale, *strides)
     return qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)
 
 
-def tile_for(weight: Tensor, gated: bool = False) -> MatmulTile | None:
+def tile_for(weight: Tensor, rows: int, gated: bool = False) -> MatmulTile | None:
     """How `gemv` deals out more than 16 rows with a weight [size, features] on its device; None if it does not."""
-    return choose_tile(*weight.shape, gated, *_properties(_index(weight.device)))
+    return choose_tile(*weight.shape, gated, rows, *_properties(_index(weight.device)))
 
 
-def most_rows(weight: Tensor, gated: bool = False) -> int:
-    """Up to how many rows `gemv` multiplies by a weight [size, features]."""
-    return MMA_ROWS[-1] if tile_for(weight, gated) is None else MATMUL_ROWS
+def takes_rows(weight: Tensor, rows: int, gated: bool = False) -> bool:
+    """Whether `gemv` multiplies so many rows by a weight [size, features]."""
+    return rows <= MMA_ROWS[-1] or tile_for(weight, rows, gated) is not None
 
 
 def gemv(x: Tensor, weight: Tensor, gated: bool = False, kind: str = "auto") -> Tensor:
-    """x [T, features] @ weight [size, features].T for T up to `most_rows`, by the kernel that `gemv.choose_gemv` names, or
+    """x [T, features] @ weight [size, features].T for T that `takes_rows` allows, by the kernel that `gemv.choose_gemv` names, or
     `matmul_hopper.choose_tile` for more than 16.
 
     gated: out [T, size / 2] = silu(the first half) * the second.
@@ -682,11 +682,11 @@ def gemv(x: Tensor, weight: Tensor, gated: bool = False, kind: str = "auto") -> 
         )
     width = size // 2 if gated else size
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    tile = tile_for(weight, gated) if kind == "auto" and MMA_ROWS[-1] < rows <= MATMUL_ROWS else None
+    tile = tile_for(weight, rows, gated) if kind == "auto" and rows > MMA_ROWS[-1] else None
     if tile is not None:
         maps = matmul_maps(dtype, tile, x.data_ptr(), weight.data_ptr(), rows, size, features, 2 * x.stride(0))
-        numbers = rows, width, width // 2, -(-features // STEP), padded_rows(rows)
-        run(wgmma_matmul(dtype, tile), x.device, (tile.blocks(size), 1), out.data_ptr(), *maps, *numbers)
+        numbers = rows, width, width // 2, -(-features // STEP), tile.copied(rows)
+        run(wgmma_matmul(dtype, tile), x.device, tile.grid(size, rows), out.data_ptr(), *maps, *numbers)
         return out
     chosen = choose_gemv(dtype, features, size, rows, _multiprocessors(weight.device), gated=gated, kind=kind)
     pointers = out.data_ptr(), x.data_ptr(), weight.data_ptr()

@@ -5,13 +5,14 @@
 import functools
 from typing import Any
 
-from minivllm_kernels.cuda.cache import int8_writer
+from minivllm_kernels.cuda.cache import head_lanes, head_writer
 from minivllm_kernels.cuda.simt import (
     LOG2E,
     CudaKernel,
     cuda,
     device,
     f32,
+    group_sum,
     half_ops,
     i32,
     i64,
@@ -31,12 +32,13 @@ from minivllm_kernels.cuda.warp import (
     grid_wait,
     ldg128,
     ldg128_stream,
-    pack_e4m3,
     rsqrt,
     shfl_xor,
     stg128,
 )
 
+EARLY_ROWS = 16
+"""The most rows with which these kernels start early. With more, a step is no faster, or is slower."""
 NORM_SIGNATURE = "u32* u32* u32* u32* f32 i32 i32 i32"
 """out, residual, x, weight; eps; 1 if there is a residual to add; words from one row of x and of out to the next."""
 
@@ -61,7 +63,7 @@ def add_rms_norm(dtype: str, hidden: int) -> CudaKernel:
     def scaled(v, i, scale, gain):
         return pack(v[i] * scale * lo(gain), v[i + 1] * scale * hi(gain))
 
-    @kernel(NORM_SIGNATURE, threads=THREADS, name=f"add_rms_norm_{dtype}_{hidden}")
+    @kernel(NORM_SIGNATURE, threads=THREADS, name=f"add_rms_norm_{dtype}_{hidden}", early_blocks=EARLY_ROWS)
     def norm(out, residual, x, weight, eps, with_residual, x_s, out_s):
         tid = cuda.threadIdx.x
         row = i64(cuda.blockIdx.x)
@@ -112,133 +114,97 @@ def add_rms_norm(dtype: str, hidden: int) -> CudaKernel:
 
 ROPE_SIGNATURE = " ".join(
     ["u32* u32* u32* u32* u32*"]  # qkv, kc and vc (the K and the V cache), weight of the q norm, of the k norm
-    + ["f32* i64* i64*"]  # table [positions, D] of D/2 cosines then D/2 sines; positions; slots
+    + ["u32* i64* i64*"]  # table float32 [positions, D] of D/2 cosines then D/2 sines; positions; slots
     + ["f32 f32 f32"]  # eps; of an fp8 cache: 1 / scale of K, of V
-    + ["i64 i32 i32"]  # s_blk, s_tok, s_head: pairs of numbers from one block, token, KV head to the next in the cache
+    + ["i64 i32 i32"]  # s_blk, s_tok, s_head: words from one block, token, KV head to the next in the cache
 )
-ROPE_NARROW_SIGNATURE = ROPE_SIGNATURE.replace("u32* u32* u32*", "u32* u16* u16*", 1)
-"""A pair of numbers in the cache has 16 bits."""
-ROPE_WARPS = 4
+ROPE_THREADS = 128
+
+
+def rope_grid(tokens: int, all_heads: int, head_dim: int) -> tuple[int, int]:
+    """The grid of `rope_and_cache`."""
+    return tokens, -(-all_heads * head_lanes(head_dim) // ROPE_THREADS)
 
 
 @kernel_maker
 def rope_and_cache(
-    dtype: str,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    norm: bool,
-    fp8_kv: bool = False,
-    int8_kv: bool = False,
+    dtype: str, heads: int, kv_heads: int, head_dim: int, block_size: int, norm: bool, kind: str | None = None
 ) -> CudaKernel:
-    """Norm (if `norm`) and rotate q and k, write k and v to the cache (as e4m3 if `fp8_kv`, as int8 with scales if `int8_kv`).
+    """Norm (if `norm`) and rotate q and k, write k and v to the cache; kind: as in `cache.head_writer`.
 
-    qkv [T, (heads + 2 kv_heads) * head_dim] keeps the rotated q; its k and v parts are only read.
-    Grid (tokens, ceil((heads + 2 kv_heads) / ROPE_WARPS)).
+    qkv [T, (heads + 2 kv_heads) * head_dim] keeps the rotated q; its k and v parts are only read. Grid: `rope_grid`.
     """
-    if head_dim % 4:
-        raise ValueError(f"head_dim {head_dim}: the rotation takes multiples of 4")
-    D, W, HW = head_dim, head_dim // 2, head_dim // 4  # words of a head, and of half a head
-    EACH = -(-HW // 32)
-    N4 = EACH * 4
-    ALL, BS, NORM, WARPS = heads + 2 * kv_heads, block_size, norm, ROPE_WARPS
+    D, W, HW, LANES = head_dim, head_dim // 2, head_dim // 4, head_lanes(head_dim)
+    ALL, BS, NORM, THREADS = heads + 2 * kv_heads, block_size, norm, ROPE_THREADS
     half = half_ops(dtype)
-    lo, hi, pack = half.lo, half.hi, half.pack
+    lo, hi, pack, head_sum = half.lo, half.hi, half.pack, group_sum(LANES)
+    write = head_writer(dtype, head_dim, kind)
     name = f"rope_and_cache_{dtype}_h{heads}_{kv_heads}_d{head_dim}_b{block_size}" + ("_norm" if norm else "")
-    name += "_fp8" if fp8_kv else "_int8" if int8_kv else ""
-    INT8, N2, store_int8 = int8_kv, EACH * 2, int8_writer(dtype, head_dim)
 
-    if fp8_kv:
+    @device
+    def load(to, source, at, second):
+        """Eight words of a lane: four at `at`, and four at `second`."""
+        a = ldg128(source, at)
+        b = ldg128(source, second)
+        for i in range(4):
+            to[i] = a[i]
+            to[4 + i] = b[i]
 
-        @device
-        def stored(word, inverse):
-            """A pair of numbers as the cache keeps it."""
-            return pack_e4m3(lo(word) * inverse, hi(word) * inverse)
-    else:
+    @device
+    def rotate(words, v, cosines, sines):
+        for i in range(4):
+            c0, c1, s0, s1 = (
+                as_f32(cosines[2 * i]), as_f32(cosines[2 * i + 1]), as_f32(sines[2 * i]), as_f32(sines[2 * i + 1])
+            )  # fmt: skip
+            a0, a1, b0, b1 = v[2 * i], v[2 * i + 1], v[8 + 2 * i], v[9 + 2 * i]
+            words[i] = pack(a0 * c0 - b0 * s0, a1 * c1 - b1 * s1)
+            words[4 + i] = pack(b0 * c0 + a0 * s0, b1 * c1 + a1 * s1)
 
-        @device
-        def stored(word, inverse):
-            return word
-
-    @kernel(ROPE_NARROW_SIGNATURE if fp8_kv or int8_kv else ROPE_SIGNATURE, threads=32 * WARPS, name=name)
+    @kernel(ROPE_SIGNATURE, threads=THREADS, name=name + (f"_{kind}" if kind else ""), early_blocks=EARLY_ROWS)
     def rope(qkv, kc, vc, q_weight, k_weight, table, positions, slots, eps, k_inverse, v_inverse, s_blk, s_tok, s_head):
         tok = cuda.blockIdx.x
-        head = cuda.blockIdx.y * WARPS + cuda.threadIdx.x // 32
-        lane = cuda.threadIdx.x % 32
-        gains = cuda.local.array(N2, u32)
-        turns = cuda.local.array(N4, f32)
+        unit = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        head = min(unit // LANES, ALL - 1)
+        lane = unit % LANES
+        mine = unit < ALL * LANES and lane * 4 < HW  # all lanes of a warp take part in its sums
+        at = min(lane * 4, HW - 4)
+        gains = cuda.local.array(8, u32)
+        words = cuda.local.array(8, u32)
+        cosines = cuda.local.array(8, u32)
+        sines = cuda.local.array(8, u32)
+        v = cuda.local.array(16, f32)
         grid_release()
         if NORM:
-            for c in range(EACH):
-                at = min(lane + 32 * c, HW - 1)
-                gains[2 * c] = q_weight[at] if head < heads else k_weight[at]
-                gains[2 * c + 1] = q_weight[HW + at] if head < heads else k_weight[HW + at]
+            load(gains, q_weight if head < heads else k_weight, at, HW + at)
         grid_wait()
-        if head >= ALL:
-            return
-        base = i64(tok) * (ALL * W) + head * W
+        base = i64(tok) * (ALL * W) + head * W + at
         slot = slots[tok]
-        for c in range(EACH):  # loaded together with the head, not after its norm
-            at = positions[tok] * D + 2 * min(lane + 32 * c, HW - 1)
-            for w in range(4):
-                turns[4 * c + w] = table[at + w % 2 + W * (w // 2)]
-        to = (slot // BS) * s_blk + (slot % BS) * s_tok
-        pairs = cuda.local.array(N2, u32)
-        scale_at = (slot // BS) * s_blk + BS * s_tok + (slot % BS) * 2
-        if head >= heads + kv_heads:
-            if slot >= 0 and INT8:
-                h = head - heads - kv_heads
-                for i in range(N2):
-                    c = lane + 32 * (i // 2)
-                    pairs[i] = u32(0)
-                    if c < HW:
-                        pairs[i] = qkv[base + c + HW * (i % 2)]
-                store_int8(vc, to + h * s_head, scale_at + h * (2 * BS), pairs, lane)
-            elif slot >= 0:
-                to += (head - heads - kv_heads) * s_head
-                for c in range(lane, W, 32):
-                    vc[to + c] = stored(qkv[base + c], v_inverse)
-            return
-        v = cuda.local.array(N4, f32)  # two words of the first half, two of the second: a0 a1 b0 b1
+        turn = positions[tok] * D + 2 * at
+        load(words, qkv, base, base + HW)
+        load(cosines, table, turn, turn + 4)
+        load(sines, table, turn + W, turn + W + 4)
         s = f32(0.0)
-        for c in range(EACH):
-            x = u32(0)
-            y = u32(0)
-            if lane + 32 * c < HW:
-                x = qkv[base + lane + 32 * c]
-                y = qkv[base + HW + lane + 32 * c]
-            v[c * 4] = lo(x)
-            v[c * 4 + 1] = hi(x)
-            v[c * 4 + 2] = lo(y)
-            v[c * 4 + 3] = hi(y)
-            for w in range(4):
-                s += v[c * 4 + w] * v[c * 4 + w]
+        for i in range(8):
+            v[2 * i] = lo(words[i])
+            v[2 * i + 1] = hi(words[i])
+            if mine:
+                s += v[2 * i] * v[2 * i] + v[2 * i + 1] * v[2 * i + 1]
         if NORM:
-            scale = rsqrt(warp_sum(s) / f32(D) + eps)
-            for c in range(EACH):
-                if lane + 32 * c < HW:
-                    for w in range(2):
-                        v[c * 4 + 2 * w] *= scale * lo(gains[2 * c + w])
-                        v[c * 4 + 2 * w + 1] *= scale * hi(gains[2 * c + w])
-        for i in range(N2):
-            pairs[i] = u32(0)
-        for c in range(EACH):
-            if lane + 32 * c < HW:
-                c0, c1, s0, s1 = turns[4 * c], turns[4 * c + 1], turns[4 * c + 2], turns[4 * c + 3]
-                x = pack(v[c * 4] * c0 - v[c * 4 + 2] * s0, v[c * 4 + 1] * c1 - v[c * 4 + 3] * s1)
-                y = pack(v[c * 4 + 2] * c0 + v[c * 4] * s0, v[c * 4 + 3] * c1 + v[c * 4 + 1] * s1)
-                if head < heads:
-                    qkv[base + lane + 32 * c] = x
-                    qkv[base + HW + lane + 32 * c] = y
-                elif INT8:
-                    pairs[2 * c] = x
-                    pairs[2 * c + 1] = y
-                elif slot >= 0:
-                    kc[to + (head - heads) * s_head + lane + 32 * c] = stored(x, k_inverse)
-                    kc[to + (head - heads) * s_head + HW + lane + 32 * c] = stored(y, k_inverse)
-        if INT8 and head >= heads and slot >= 0:
-            store_int8(kc, to + (head - heads) * s_head, scale_at + (head - heads) * (2 * BS), pairs, lane)
+            scale = rsqrt(head_sum(s) / f32(D) + eps)
+            for i in range(8):
+                v[2 * i] *= scale * lo(gains[i])
+                v[2 * i + 1] *= scale * hi(gains[i])
+        cache, inverse, h = kc, k_inverse, head - heads
+        if head < heads + kv_heads:
+            rotate(words, v, cosines, sines)
+        else:
+            cache, inverse, h = vc, v_inverse, head - heads - kv_heads
+        if head < heads and mine:
+            stg128(qkv, base, (words[0], words[1], words[2], words[3]))
+            stg128(qkv, base + HW, (words[4], words[5], words[6], words[7]))
+        to = (slot // BS) * s_blk + (slot % BS) * s_tok + h * s_head
+        scale_at = (slot // BS) * s_blk + BS * s_tok + h * BS + slot % BS
+        write(cache, to, scale_at, words, inverse, lane, mine and head >= heads and slot >= 0)
 
     return rope
 
@@ -271,7 +237,7 @@ def silu_mul(dtype: str, size: int) -> CudaKernel:
         raise ValueError(f"size {size}: the activation kernel takes multiples of 8")
     silu = silu_word(dtype)
 
-    @kernel("u32* u32*", threads=SILU_THREADS, name=f"silu_mul_{dtype}_{size}")
+    @kernel("u32* u32*", threads=SILU_THREADS, name=f"silu_mul_{dtype}_{size}", early_blocks=EARLY_ROWS)
     def multiply(out, x):
         row = i64(cuda.blockIdx.x)
         e = (cuda.blockIdx.y * SILU_THREADS + cuda.threadIdx.x) * 4

@@ -20,8 +20,8 @@ from minivllm_kernels.cuda import warp
 from minivllm_kernels.cuda.warp import SIM, fmax, shfl_xor, types
 
 __all__ = [
-    "HALVES", "LOG2E", "NEG", "NUMPY", "CudaKernel", "Half", "device", "f32", "group_sum", "half_ops", "i32",
-    "i64", "kernel", "kernel_maker", "numba_types", "u32", "warp_max", "warp_sum",
+    "HALVES", "LOG2E", "MOST_BLOCKS", "NEG", "NUMPY", "CudaKernel", "Half", "device", "f32", "group_sum",
+    "half_ops", "i32", "i64", "kernel", "kernel_maker", "numba_types", "u32", "warp_max", "warp_sum",
 ]  # fmt: skip
 
 
@@ -172,6 +172,9 @@ def _compiling(cc: tuple[int, int]) -> Iterator[None]:
                 gc.enable()
 
 
+MOST_BLOCKS = 2**31 - 1  # that a grid can have in x
+
+
 @dataclass(frozen=True, eq=False)
 class CudaKernel:
     """A kernel before compilation.
@@ -183,6 +186,7 @@ class CudaKernel:
     shared_bytes: dynamic shared memory per block.
     hopper_only: it has instructions (wgmma, setmaxnreg) that compute capability 9.0 has and no later one.
     cluster: neighbouring blocks that start together and reach each other's shared memory; a grid is a multiple of it.
+    early_blocks: with more blocks than this in x it starts when the kernel before has ended, even if it could start early.
     maker: the function that made the kernel, and its arguments: with them another process can make it again. None if unknown.
     """
 
@@ -194,6 +198,7 @@ class CudaKernel:
     shared_bytes: int = 0
     hopper_only: bool = False
     cluster: int = 1
+    early_blocks: int = MOST_BLOCKS
     maker: tuple[Callable[..., "CudaKernel"], tuple, dict[str, Any]] | None = None
 
     def simulate(self, grid: tuple[int, int], *arguments: Any) -> None:
@@ -259,10 +264,11 @@ def kernel(
     shared_bytes: int = 0,
     hopper_only: bool = False,
     cluster: int = 1,
+    early_blocks: int = MOST_BLOCKS,
 ) -> Callable[[Callable], CudaKernel]:
     """Decorator: describe a Python function as a kernel (see `CudaKernel`)."""
     return lambda function: CudaKernel(
-        name, function, signature, threads, min_blocks, shared_bytes, hopper_only, cluster
+        name, function, signature, threads, min_blocks, shared_bytes, hopper_only, cluster, early_blocks
     )
 
 

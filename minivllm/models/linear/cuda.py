@@ -22,8 +22,8 @@ from minivllm.models.linear.grouped import (
 )
 from minivllm.models.linear.scaled import FP8, ScaledWeight, quantize_channels
 
-MOST_ROWS = 64
-"""Matmuls of up to this many rows use our kernel, or of up to `ops.most_rows` of the weight if that is less; larger ones use torch."""
+MOST_ROWS = 256
+"""Matmuls of up to this many rows use our kernel if `ops.takes_rows` says so; others use torch."""
 QUANTIZED_ROWS = 64
 """The same for a quantized weight. It is read once per 16 rows, which up to here is faster than writing it out."""
 
@@ -56,7 +56,7 @@ class FewRowsLinear(LinearMethod):
     def takes(self, x: Tensor, gated: bool = False) -> bool:
         """Whether the matmul with x [T, inputs], perhaps with `silu(gate) * up` at its end, is our kernel's."""
         few = 0 < x.shape[0] <= MOST_ROWS and "bias" not in self.weights
-        return few and x.shape[0] <= cuda_kernels().most_rows(self.weights["weight"], gated)
+        return few and cuda_kernels().takes_rows(self.weights["weight"], x.shape[0], gated)
 
     def apply(self, x: Tensor) -> Tensor:
         if not self.takes(x):

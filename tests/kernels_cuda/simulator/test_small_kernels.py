@@ -172,7 +172,8 @@ def test_reshape_and_cache_to_int8(dtype, dim):
     x[0, 0, 1], x[1, 2, 0, 7] = 0, to_half(np.array([np.nan]), dtype)[0]
     caches = np.zeros((2, 3, block * heads * (dim + 4) // 2), np.uint16)
     kernel, w = cache.reshape_and_cache_int8(dtype, heads, dim, block), dim // 2
-    kernel.simulate((tokens, 2), words(x[0]), words(x[1]), *caches, slots, heads * w, heads * w)
+    grid = tokens, -(-2 * heads * cache.head_lanes(dim) // cache.INT8_THREADS)
+    kernel.simulate(grid, words(x[0]), words(x[1]), *map(words, caches), slots, heads * w, heads * w)
     for got, given in zip(caches, x):
         numbers, scales = int8_rows(got, heads, block)
         assert not numbers[[i for i in range(24) if i not in slots]].any() and scales[slots[slots >= 0]].all()
@@ -241,16 +242,16 @@ def test_rope(dtype, dim, heads, kv_heads, norm, kind):
     positions, slots = np.array([3, 11]), np.array([4, 19])
     angle = np.arange(20)[:, None] / 10000 ** (np.arange(dim // 2) / (dim // 2))[None]
     table = np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
-    fp8, int8, narrow = kind == "fp8", kind == "int8", kind is not None
-    kc, vc = np.zeros((2, 3 * 8 * kv_heads * (dim + 4 * int8) // 2), np.uint16 if narrow else np.uint32)
+    fp8, int8 = kind == "fp8", kind == "int8"
+    kc, vc = np.zeros((2, 3 * 8 * kv_heads * (dim // (4 if kind else 2) + int8)), np.uint32)
     work = words(qkv).copy()
-    w = dim // 2
-    kernel = pointwise.rope_and_cache(dtype, heads, kv_heads, dim, 8, norm, fp8, int8)
-    grid = (2, -(-(heads + 2 * kv_heads) // pointwise.ROPE_WARPS))
-    strides = (8 * kv_heads * (w + 2 * int8), kv_heads * w, w)
+    w = dim // (4 if kind else 2)
+    kernel = pointwise.rope_and_cache(dtype, heads, kv_heads, dim, 8, norm, kind)
+    grid = pointwise.rope_grid(2, heads + 2 * kv_heads, dim)
+    strides = (8 * kv_heads * (w + int8), kv_heads * w, w)
     scales = (0.5, 0.125) if fp8 else (1.0, 1.0)
     inverses = [1 / s for s in scales]
-    kernel.simulate(grid, work, kc, vc, *map(words, weights), table, positions, slots, 1e-6, *inverses, *strides)
+    kernel.simulate(grid, work, kc, vc, *map(words, weights), words(table), positions, slots, 1e-6, *inverses, *strides)
     exact = to_float(qkv, dtype)
     for part, weight in ((slice(0, heads), weights[0]), (slice(heads, heads + kv_heads), weights[1])):
         x = exact[:, part]
