@@ -4,6 +4,7 @@
 
 import bisect
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -33,6 +34,14 @@ def cuda_ops() -> ModuleType:
     from minivllm_kernels.cuda import ops
 
     return ops
+
+
+def start_compilers(attention_backend: str) -> None:
+    """Start the processes that compile kernels, before numba is imported here, where these kernels will probably be needed and none is compiled yet."""
+    if attention_backend in ("auto", NumbaCudaBackend.name) and importlib.util.find_spec("minivllm_kernels"):
+        from minivllm_kernels.cuda import launch
+
+        launch.start_compilers()
 
 
 def _dtype(spec: AttentionSpec) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from minivllm.attention.backend import FP8, AttentionBackend
-from minivllm.attention.numba_cuda import NumbaCudaBackend
+from minivllm.attention.numba_cuda import NumbaCudaBackend, cuda_ops, start_compilers
 from minivllm.attention.select import select_backend
 from minivllm.attention.state import backend_needs
 from minivllm.core.config import (
@@ -198,6 +198,8 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
     """
     loaded = read_model(args)
     device = choose_device(args.device)
+    if device == "cuda" and args.executor == "uni":
+        start_compilers(args.attention_backend)
     limit_threads(cpu_quota())
     settle_vector_math()
     dtype = choose_dtype(args.dtype, loaded.checkpoint_dtype, device, has_native_bf16(device))
@@ -238,11 +240,12 @@ def load_decoder(plan: EnginePlan, group: TensorGroup | None = None, stage: Stag
         plan.model.quantization
     )  # the kernels of such a weight depend on what it is, which may differ from layer to layer
     early = method == "gemv" and not stored
-    if compiles and early:
-        rehearse(decoder, plan.config.kv_cache, plan.config.scheduler)
+    kernels = rehearse(decoder, plan.config.kv_cache, plan.config.scheduler) if compiles and early else []
     decoder.load_weights(plan.model.weights(plan.config.dtype, device))
     if compiles and not early:
-        rehearse(decoder, plan.config.kv_cache, plan.config.scheduler, every_layer=stored)
+        kernels = rehearse(decoder, plan.config.kv_cache, plan.config.scheduler, every_layer=stored)
+    if kernels:
+        cuda_ops().load_rehearsed(kernels, device)
     if (args := plan.config.args).enable_lora:
         LoRAModel(decoder, args.max_loras, args.max_lora_rank, plan.config.scheduler.max_num_batched_tokens)
     return decoder

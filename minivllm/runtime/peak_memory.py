@@ -2,6 +2,8 @@
 
 # Generated from nbs/runtime/peak_memory.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -85,11 +87,12 @@ FIRST_STEPS = ((128, 1), (8, 1), (1, 1), (1, 16), (1, 64))
 
 
 @torch.inference_mode()
-def rehearse(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig, every_layer: bool = False) -> list[str]:
+def rehearse(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig, every_layer: bool = False) -> list[Any]:
     """Run `FIRST_STEPS` with our kernels noted instead of launched (`ops.rehearsal`), and let other processes compile those not in the cache.
 
     Meanwhile the engine goes on starting. The results mean nothing, so the weights need not be read yet, and layers of equal specs are run once,
-    unless `every_layer` asks for all. Returns the kernels' names.
+    unless `every_layer` asks for all. Returns the kernels, for
+    `ops.load_rehearsed`.
     """
     decoder.bind(kv)
     layers, specs = decoder.layers, decoder.spec.layers
@@ -105,4 +108,4 @@ def rehearse(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig, every
                     decoder.compute_argmax(last)
     finally:
         decoder.layers = layers
-    return [kernel.name for kernel in kernels]
+    return list(kernels)

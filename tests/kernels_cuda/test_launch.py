@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import re
+import socket
 import subprocess
 import sys
 
@@ -153,10 +154,19 @@ def test_asking_about_a_cpu_does_not_import_numba():
 
 
 COMPILES = """
-import os, sys
+import os, pathlib, time
 from minivllm_kernels.cuda import launch, simt
 launch.compiler_missing = lambda: None
-simt.CudaKernel.ptx = lambda self, cc: f"{self.name} for {cc} by {os.getpid()}"
+
+def ptx(self, cc):  # when three processes are at it
+    folder, end = pathlib.Path(os.environ["MINIVLLM_CACHE"]), time.time() + 30
+    (folder / f"process {os.getpid()}").touch()
+    while len(list(folder.glob("process *"))) < 3:
+        assert time.time() < end
+        time.sleep(0.01)
+    return f"{self.name} for {cc} by {os.getpid()}"
+
+simt.CudaKernel.ptx = ptx
 """
 
 
@@ -216,10 +226,94 @@ def test_where_no_process_can_be_started_kernels_are_compiled_here(monkeypatch, 
     assert launch.cached_ptx(ahead[0], (9, 0)).endswith("by this process")
 
 
+def job_queue(*jobs):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        for job in jobs:
+            ours.send(pickle.dumps(job))
+    return theirs
+
+
 def test_no_more_is_compiled_for_a_process_that_is_gone(ahead):
-    job = (os.getpid(), (9, 0), [kernel.maker for kernel in ahead])
-    launch.compile_job(pickle.dumps(job))
+    jobs = [((9, 0), kernel.maker) for kernel in ahead]
+    with job_queue(*jobs) as queue:
+        launch.compile_jobs(os.getpid(), queue)
     assert not launch.cache_dir().exists()
+    with job_queue(*jobs) as queue:
+        launch.compile_jobs(os.getppid(), queue)
+    assert len(list(launch.cache_dir().iterdir())) == 4
+
+
+@pytest.fixture
+def early(monkeypatch, ahead):
+    """Four kernels, and processes that have started before they were known."""
+    set_up_compilers(monkeypatch, COMPILES)
+    monkeypatch.setattr(launch, "_early", None)
+    assert launch.start_compilers() == 3 and launch.start_compilers() == 0
+    processes = launch._early.processes
+    yield ahead, processes
+    for process in processes:
+        process.wait(20)
+
+
+def test_processes_that_started_early_compile(early):
+    kernels, processes = early
+    assert launch.compile_ahead(kernels, (9, 0)) == 3
+    pids = {int(launch.cached_ptx(kernel, (9, 0)).split()[-1]) for kernel in kernels}
+    assert pids <= {process.pid for process in processes}
+    assert [process.wait(20) for process in processes] == [0, 0, 0]
+    assert launch.start_compilers() == 0  # kernels of this version are in the cache
+
+
+def test_processes_that_started_early_end_if_nothing_is_missing(early):
+    _, processes = early
+    assert launch.compile_ahead([], (9, 0)) == 0
+    assert [process.wait(20) for process in processes] == [0, 0, 0]
+
+
+def test_a_process_without_a_job_ends(monkeypatch):
+    monkeypatch.setattr(launch, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(launch, "compiler_missing", lambda: "no compiler")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        launch.compile_jobs(os.getppid(), theirs)
+
+
+def test_nothing_starts_early_where_kernels_are_in_the_cache_or_nothing_can_be_compiled(monkeypatch, ahead):
+    monkeypatch.setattr(launch, "Compilers", None)
+    launch.cached_ptx(ahead[0], (9, 0))
+    assert launch.start_compilers() == 0
+    launch.ptx_file(ahead[0], (9, 0)).unlink()
+    with pytest.raises(TypeError):
+        launch.start_compilers()
+    monkeypatch.setattr(launch, "compiler_missing", lambda: "no compiler")
+    assert launch.start_compilers() == 0
+
+
+def test_kernels_are_loaded_as_they_are_compiled(monkeypatch, ahead):
+    """Those in the cache stay for their first launch; one that no process compiled any more is loaded, too."""
+    loaded, paths = [], [launch.ptx_file(kernel, (9, 0)) for kernel in ahead]
+    paths[0].parent.mkdir()
+
+    class Slow:
+        polls = 0
+
+        def are_running(self):
+            self.polls += 1
+            if self.polls == 5:
+                paths[2].touch()
+            return self.polls < 20
+
+    paths[0].touch()
+    monkeypatch.setattr(launch, "_ahead", dict.fromkeys(paths[1:3], Slow()))
+    monkeypatch.setattr(launch, "launcher", lambda *about: loaded.append(about))
+    launch.load_compiled(ahead, 0, (9, 0))
+    assert loaded == [(ahead[2], 0, (9, 0)), (ahead[1], 0, (9, 0))]
+
+
+def test_the_queue_needs_no_numba():
+    code = "import sys; import minivllm_kernels.cuda.launch; assert not {'numba', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_collector_is_on_again_after_a_compilation():

@@ -11,6 +11,8 @@ import importlib.util
 import logging
 import os
 import pickle
+import select
+import socket
 import struct
 import subprocess
 import sys
@@ -18,11 +20,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from minivllm_kernels.cuda.simt import SIM, CudaKernel
+from minivllm_kernels.cuda.warp_sim import SIM
+
+if TYPE_CHECKING:  # not imported: that takes as long as numba does, and `start_compilers` is to be called before
+    from minivllm_kernels.cuda.simt import CudaKernel
 
 logger = logging.getLogger(__name__)
 
@@ -148,22 +152,22 @@ def _sources() -> bytes:
     return digest.digest()
 
 
-def fingerprint(kernel: CudaKernel, cc: tuple[int, int]) -> str:
-    """A hash of everything that the PTX of a kernel depends on."""
+def fingerprint(kernel: "CudaKernel", cc: tuple[int, int]) -> str:
+    """A hash of everything that the PTX of a kernel depends on. It begins with that of the sources."""
     about = repr((kernel.name, kernel.signature, kernel.threads, kernel.min_blocks, cc))
-    return hashlib.sha256(about.encode() + _sources()).hexdigest()[:24]
+    return _sources().hex()[:8] + hashlib.sha256(about.encode() + _sources()).hexdigest()[:16]
 
 
-def ptx_file(kernel: CudaKernel, cc: tuple[int, int]) -> Path:
+def ptx_file(kernel: "CudaKernel", cc: tuple[int, int]) -> Path:
     """Where a kernel's PTX is kept."""
     return cache_dir() / f"{kernel.name}-{fingerprint(kernel, cc)}.ptx"
 
 
-def cached_ptx(kernel: CudaKernel, cc: tuple[int, int]) -> str:
+def cached_ptx(kernel: "CudaKernel", cc: tuple[int, int]) -> str:
     """The kernel's PTX: from the cache, or compiled and put there. If another process is to compile it ahead, waits for that one."""
     path = ptx_file(kernel, cc)
-    if (compiler := _ahead.pop(path, None)) is not None:
-        compiler.wait_for(path)
+    if (compilers := _ahead.pop(path, None)) is not None:
+        compilers.wait_for(path)
     if path.exists():
         return path.read_text()
     if (missing := compiler_missing()) is not None:
@@ -177,69 +181,115 @@ def cached_ptx(kernel: CudaKernel, cc: tuple[int, int]) -> str:
 
 
 COMPILER = """
-import pickle, sys
-sys.path[:], job = pickle.load(sys.stdin.buffer)
-from minivllm_kernels.cuda.launch import compile_job
-compile_job(job)
+import socket, sys
+sys.path[:] = sys.argv[2:]
+from minivllm_kernels.cuda.launch import compile_jobs
+compile_jobs(int(sys.argv[1]), socket.socket(fileno=0))
 """
 
 
-@dataclass
-class Compiler:
-    """A process that compiles kernels and puts their PTX into the cache. errors: a file with what it wrote to stderr."""
+class Compilers:
+    """Processes that compile kernels and put their PTX into the cache. A process that is done with a kernel takes the next one of all."""
 
-    process: subprocess.Popen
-    errors: Any
+    def __init__(self, count: int) -> None:
+        # one queue: whoever reads first gets a whole message
+        self.jobs, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the processes
+        self.processes: list[subprocess.Popen] = []
+        command = [sys.executable, "-P", "-c", COMPILER, str(os.getpid()), *sys.path]
+        with theirs:
+            try:
+                for _ in range(count):
+                    self.processes.append(
+                        subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.errors)
+                    )
+            except OSError as error:  # too many processes, or Python is embedded in another program
+                logger.warning("no process can be started to compile kernels ahead: %s", error)
+
+    def are_running(self) -> bool:
+        return any(process.poll() is None for process in self.processes)
+
+    def compile(self, jobs: Sequence[Any]) -> None:
+        """Give them jobs, the last ones: they end when nothing is left to do."""
+        with self.jobs, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # all have failed: see `errors`
+            for job in jobs:
+                self.jobs.send(pickle.dumps(job))
 
     def wait_for(self, path: Path) -> None:
-        """Wait until a file is in the cache, or the process has ended. If it ended without the file, log why."""
-        while not path.exists() and self.process.poll() is None:
+        """Wait until a file is in the cache, or the processes have ended. If they ended without the file, log why."""
+        while not path.exists() and self.are_running():
             time.sleep(0.005)
         if not path.exists():
-            self.errors.seek(0)
-            said = self.errors.read().decode(errors="replace").strip().splitlines() or ["no message"]
-            logger.warning("compiling kernels ahead failed, %s is compiled when it is needed: %s", path.stem, said[-1])
+            said = os.pread(self.errors.fileno(), 1 << 20, 0).decode(errors="replace").strip().splitlines()
+            why = said[-1] if said else "no message"
+            logger.warning("compiling kernels ahead failed, %s is compiled when it is needed: %s", path.stem, why)
 
 
-_ahead: dict[Path, Compiler] = {}
+_ahead: dict[Path, Compilers] = {}
+_early: Compilers | None = None
+MOST_EARLY = 16
+IDLE_SECONDS = 60.0
 
 
-def compile_ahead(kernels: Sequence[CudaKernel], cc: tuple[int, int]) -> int:
-    """Start other processes, at most one per core, that compile the kernels missing from the cache, in the order given.
+def start_compilers() -> int:
+    """Start the processes of `compile_ahead` before it is known which kernels it will get, if none of this version is in the cache.
 
-    Returns the number of processes: 0 if no kernel is missing, on one core, or where nothing can be compiled. A process ends when its
-    kernels are compiled; if this process ends before, it stops after the kernel that it is compiling.
+    They import numba meanwhile, and end when they get nothing for `IDLE_SECONDS`. Returns their number.
     """
+    global _early
+    cores = len(os.sched_getaffinity(0))
+    if _early is not None or cores < 2 or compiler_missing() is not None:
+        return 0
+    if any(cache_dir().glob(f"*-{_sources().hex()[:8]}*.ptx")):
+        return 0
+    _early = Compilers(min(cores, MOST_EARLY))
+    return len(_early.processes)
+
+
+def compile_ahead(kernels: Sequence["CudaKernel"], cc: tuple[int, int]) -> int:
+    """Let other processes, at most one per core, compile the kernels missing from the cache, in the order given.
+
+    Returns the number of processes: 0 if no kernel is missing, on one core, or where nothing can be compiled. They end when all kernels
+    are compiled; if this process ends before, each stops after the kernel that it is compiling.
+    """
+    global _early
     files = {ptx_file(kernel, cc): kernel.maker for kernel in kernels if kernel.maker is not None}
     missing = {path: maker for path, maker in files.items() if path not in _ahead and not path.exists()}
-    if (cores := len(os.sched_getaffinity(0))) < 2 or compiler_missing() is not None:
-        return 0
-    count = min(cores, len(missing))
-    for first in range(count):
-        some = list(missing)[first::count]
-        job = pickle.dumps((os.getpid(), cc, [missing[path] for path in some]))
-        errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", COMPILER], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors
-            )
-        except OSError as error:  # too many processes, or Python is embedded in another program
-            logger.warning("no process can be started to compile kernels ahead: %s", error)
-            return first
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # one that failed has said why in `errors`
-            pipe.write(pickle.dumps((sys.path, job)))
-        _ahead.update(dict.fromkeys(some, Compiler(process, errors)))
-    return count
+    compilers, _early = _early, None
+    if compilers is None or not compilers.are_running():
+        if (cores := len(os.sched_getaffinity(0))) < 2 or not missing or compiler_missing() is not None:
+            return 0
+        compilers = Compilers(min(cores, len(missing)))
+    compilers.compile([(cc, maker) for maker in missing.values()])
+    if compilers.processes:
+        _ahead.update(dict.fromkeys(missing, compilers))
+    return len(compilers.processes) if missing else 0
 
 
-def compile_job(job: bytes) -> None:
+def compile_jobs(parent: int, jobs: socket.socket) -> None:
     """What a process of `compile_ahead` does: compile one kernel after the other, as long as its parent lives."""
-    parent, cc, makers = pickle.loads(job)
-    for make, args, kwargs in makers:
-        if os.getppid() != parent:
-            return
-        cached_ptx(make(*args, **kwargs), cc)
+    from minivllm_kernels.cuda import cache
+
+    if not select.select([jobs], [], [], 0)[0] and compiler_missing() is None:
+        cache.copy_blocks().ptx((9, 0))  # to pass the time: a first kernel loads parts of numba that all need
+    jobs.settimeout(IDLE_SECONDS)
+    try:
+        while (job := jobs.recv(1 << 16)) and os.getppid() == parent:
+            cc, (make, args, kwargs) = pickle.loads(job)
+            cached_ptx(make(*args, **kwargs), cc)
+    except TimeoutError:  # the parent had no use for it
+        return
+
+
+def load_compiled(kernels: Sequence["CudaKernel"], device: int, cc: tuple[int, int]) -> None:
+    """Wait for those kernels that other processes compile, and load each on a device as soon as it is compiled: loading takes the driver time, too."""
+    files = {ptx_file(kernel, ptx_target(cc)): kernel for kernel in kernels}
+    waiting = {path: kernel for path, kernel in files.items() if path in _ahead}
+    while waiting:
+        done = [path for path in waiting if path.exists() or path not in _ahead or not _ahead[path].are_running()]
+        for path in done:
+            launcher(waiting.pop(path), device, cc)
+        time.sleep(0 if done else 0.005)
 
 
 CONFIG = struct.Struct("=7I4xQQI4x")
@@ -251,7 +301,7 @@ OVERLAP, OVERLAP_ID = struct.Struct("=I4xi60x"), 6
 class Launch:
     """A kernel on the current device: `launch(grid_x, grid_y, stream, *numbers)`; pointers are addresses."""
 
-    def __init__(self, kernel: CudaKernel, cc: tuple[int, int]):
+    def __init__(self, kernel: "CudaKernel", cc: tuple[int, int]):
         self.kernel, self.driver = kernel, driver()
         ptx = cached_ptx(kernel, cc)
         self.function = self.driver.load(ptx, kernel.name)
@@ -290,7 +340,7 @@ _launches: dict[tuple[int, int], Launch] = {}
 _loading = threading.Lock()
 
 
-def launcher(kernel: CudaKernel, device: int, cc: tuple[int, int]) -> Launch:
+def launcher(kernel: "CudaKernel", device: int, cc: tuple[int, int]) -> Launch:
     """The launch of a kernel on a device, compiled and loaded at the first call. The device must be current."""
     key = (id(kernel), device)
     if key not in _launches:

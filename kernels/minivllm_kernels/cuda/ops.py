@@ -5,7 +5,7 @@
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +24,7 @@ from minivllm_kernels.cuda.all_reduce import (
     split_pieces,
 )
 from minivllm_kernels.cuda.gemv import MMA_ROWS, choose_gemv
-from minivllm_kernels.cuda.launch import compile_ahead, compiler_missing, launcher, ptx_target
+from minivllm_kernels.cuda.launch import compile_ahead, compiler_missing, launcher, load_compiled, ptx_target
 from minivllm_kernels.cuda.matmul_hopper import (
     STEP,
     MatmulTile,
@@ -151,6 +151,11 @@ def rehearsal(device: torch.device) -> Iterator[dict[CudaKernel, None]]:
     finally:
         _rehearsal.kernels = None
     compile_ahead(list(kernels), ptx_target(_properties(_index(device))[0]))
+
+
+def load_rehearsed(kernels: Sequence[CudaKernel], device: torch.device) -> None:
+    """Load the kernels of a rehearsal that other processes compile, as they are compiled (`load_compiled`)."""
+    load_compiled(kernels, _index(device), _properties(_index(device))[0])
 
 
 def run(kernel: CudaKernel, device: torch.device, grid: tuple[int, int], *numbers: Any) -> None:

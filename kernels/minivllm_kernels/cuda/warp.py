@@ -2,7 +2,6 @@
 
 # Generated from nbs/numba_kernels/cuda/warp.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
-import os
 import threading
 from collections.abc import Callable
 from inspect import Parameter, Signature
@@ -12,18 +11,16 @@ import numpy as np
 from llvmlite import ir
 
 from minivllm_kernels.cuda import warp_sim
+from minivllm_kernels.cuda.warp_sim import SIM
 
 __all__ = [
-    "LLVM", "NUMBA", "REGISTER", "SIM", "as_f32", "as_word", "atomic_arrive", "atomic_inc", "bf16_hi",
-    "bf16_lo", "cp_async16", "cp_commit", "cp_wait_older", "e4m3_hi", "e4m3_lo", "exp2", "f16_hi", "f16_lo",
-    "fmax", "fmax_or_nan", "grid_release", "grid_wait", "int8_hi", "int8_lo", "ldcg2", "ldg64_stream",
-    "ldg128", "ldg128_stream", "ldmatrix_x4", "ldmatrix_x4_trans", "mma_bf16", "mma_f16", "movmatrix",
-    "pack_bf16", "pack_e4m3", "pack_f16", "pack_int8", "prefetch_l2", "prmt", "rsqrt", "shfl_xor",
-    "smem_addr", "stg128", "sts128",
+    "LLVM", "NUMBA", "REGISTER", "as_f32", "as_word", "atomic_arrive", "atomic_inc", "bf16_hi", "bf16_lo",
+    "cp_async16", "cp_commit", "cp_wait_older", "e4m3_hi", "e4m3_lo", "exp2", "f16_hi", "f16_lo", "fmax",
+    "fmax_or_nan", "grid_release", "grid_wait", "int8_hi", "int8_lo", "ldcg2", "ldg64_stream", "ldg128",
+    "ldg128_stream", "ldmatrix_x4", "ldmatrix_x4_trans", "mma_bf16", "mma_f16", "movmatrix", "pack_bf16",
+    "pack_e4m3", "pack_f16", "pack_int8", "prefetch_l2", "prmt", "rsqrt", "shfl_xor", "smem_addr", "stg128",
+    "sts128",
 ]  # fmt: skip
-
-SIM = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("0", "")
-"""Whether the environment variable NUMBA_ENABLE_CUDASIM was set before the import: kernels run in the simulator."""
 
 try:  # numba-cuda carries its own copies of numba's compiler modules
     from numba.cuda import cgutils, types

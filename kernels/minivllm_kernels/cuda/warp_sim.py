@@ -3,12 +3,15 @@
 # Generated from nbs/numba_kernels/cuda/warp_sim.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import math
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+SIM = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("0", "")
+"""Whether the environment variable NUMBA_ENABLE_CUDASIM was set before the import: kernels run in the simulator."""
 WAIT_SECONDS = 120.0  # a lane that never arrives (a divergent shuffle) becomes an error instead of a hang
 
 
