@@ -236,9 +236,8 @@ def load_decoder(plan: EnginePlan, group: TensorGroup | None = None, stage: Stag
     decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group, stage)
     alone = decoder.group is None and decoder.stage.is_first and decoder.stage.is_last
     compiles = alone and isinstance(plan.backend, NumbaCudaBackend)
-    stored = bool(
-        plan.model.quantization
-    )  # the kernels of such a weight depend on what it is, which may differ from layer to layer
+    # the kernels of a weight that is stored quantized depend on its numbers, which may differ from layer to layer
+    stored = bool(plan.model.quantization)
     early = method == "gemv" and not stored
     kernels = rehearse(decoder, plan.config.kv_cache, plan.config.scheduler) if compiles and early else []
     decoder.load_weights(plan.model.weights(plan.config.dtype, device))

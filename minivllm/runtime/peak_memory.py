@@ -82,7 +82,7 @@ def peak_bytes(
     return peak
 
 
-FIRST_STEPS = ((128, 1), (8, 1), (1, 1), (1, 16), (1, 64))
+FIRST_STEPS = ((256, 2), (256, 1), (128, 1), (8, 1), (1, 1), (1, 16), (1, 64))
 """Steps of a rehearsal, as (tokens per request, requests). They use the kernels of a model's first steps: long and short prompts, and decoding."""
 
 
@@ -90,9 +90,8 @@ FIRST_STEPS = ((128, 1), (8, 1), (1, 1), (1, 16), (1, 64))
 def rehearse(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig, every_layer: bool = False) -> list[Any]:
     """Run `FIRST_STEPS` with our kernels noted instead of launched (`ops.rehearsal`), and let other processes compile those not in the cache.
 
-    Meanwhile the engine goes on starting. The results mean nothing, so the weights need not be read yet, and layers of equal specs are run once,
-    unless `every_layer` asks for all. Returns the kernels, for
-    `ops.load_rehearsed`.
+    Meanwhile the engine goes on starting. The results mean nothing, so the weights need not be read yet. Of layers with equal specs one runs,
+    or with `every_layer` all do. Returns the kernels, for `ops.load_rehearsed`.
     """
     decoder.bind(kv)
     layers, specs = decoder.layers, decoder.spec.layers

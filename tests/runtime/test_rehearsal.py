@@ -6,16 +6,19 @@ import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.attention.numba_cuda import NumbaCudaBackend
+from minivllm.core.config import EngineArgs
+from minivllm.runtime import executor
+from minivllm.runtime.executor import plan_engine
 from minivllm.runtime.peak_memory import FIRST_STEPS
-from minivllm_kernels.cuda import ops
+from minivllm_kernels.cuda import launch, ops
 
-HEADS = {"head_dim": 64, "num_attention_heads": 4, "hidden_size": 128, "intermediate_size": 192}
+HEADS = {"head_dim": 64, "num_attention_heads": 4, "hidden_size": 128, "intermediate_size": 1056}
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """A pretended GPU: kernels are noted, not run. Their results are whatever memory holds, except that an argmax gives token 0."""
-    launched, ahead, noted, run, largest = {}, [], [], ops.run, ops.first_largest
+    launched, ahead, noted, loaded, run, largest = {}, [], [], [], ops.run, ops.first_largest
 
     def note(kernel, device, grid, *numbers):
         if ops._rehearsal.kernels is not None:
@@ -34,7 +37,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(ops, "run", note)
     monkeypatch.setattr(ops, "first_largest", lambda x: largest(x).zero_())
     monkeypatch.setattr(ops, "compile_ahead", lambda kernels, cc: ahead.append((kernels, cc)))
-    return launched, ahead, noted
+    monkeypatch.setattr(ops, "load_compiled", lambda kernels, index, cc: loaded.append((kernels, cc)))
+    return launched, ahead, noted, loaded
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,7 @@ def gpu(monkeypatch):
 )
 def test_the_rehearsal_has_every_kernel_of_first_steps(gpu, name, quantization, kinds, monkeypatch, tmp_path):
     """It runs one layer of each kind, of four."""
-    launched, ahead, noted = gpu
+    launched, ahead, noted, loaded = gpu
     family, changes = tiny_models.TINY_MODELS[name]
     monkeypatch.setitem(tiny_models.TINY_MODELS, f"wide {name}", (family, {**changes, **HEADS}))
     folder = tiny_models.save_tiny_model(f"wide {name}", tmp_path / "model")
@@ -51,7 +55,7 @@ def test_the_rehearsal_has_every_kernel_of_first_steps(gpu, name, quantization, 
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
     with LLM(str(folder), load_format="dummy", quantization=quantization, **how) as llm:
         ((kernels, cc),) = ahead
-        assert cc == (9, 0) and not launched
+        assert cc == (9, 0) and not launched and loaded == ahead
         caches = sum(kernel.startswith(("rope_and_cache", "reshape_and_cache")) for kernel in noted)
         assert caches == len(FIRST_STEPS) * kinds
         assert all(
@@ -64,3 +68,28 @@ def test_the_rehearsal_has_every_kernel_of_first_steps(gpu, name, quantization, 
     assert len(launched) > 8
     assert any("quantized" in kernel.name for kernel in launched) == (quantization is not None)
     assert any(kernel.name.startswith("prefill") for kernel in launched) and any("decode" in k.name for k in launched)
+
+
+@pytest.mark.parametrize(
+    ("settings", "starts"),
+    [
+        ({}, True),
+        ({"attention_backend": "numba_cuda"}, True),
+        ({"attention_backend": "torch"}, False),
+        ({"distributed_executor_backend": "mp"}, False),
+        ({"device": "cpu"}, False),
+    ],
+)
+def test_processes_that_compile_start_before_the_backend_is_chosen(settings, starts, tmp_path, monkeypatch):
+    began = []
+
+    def stop(*args):
+        raise KeyError("far enough")
+
+    monkeypatch.setattr(launch, "start_compilers", lambda: began.append(True))
+    monkeypatch.setattr(executor, "select_backend", stop)
+    monkeypatch.setattr(executor, "choose_device", lambda asked: "cuda" if asked == "auto" else asked)
+    monkeypatch.setattr(executor, "has_native_bf16", lambda device: True)
+    with pytest.raises(KeyError, match="far enough"):
+        plan_engine(EngineArgs(model=str(tiny_models.save_tiny_model("qwen3", tmp_path / "model")), **settings))
+    assert began == [True] * starts

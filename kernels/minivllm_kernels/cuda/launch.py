@@ -192,7 +192,7 @@ class Compilers:
     """Processes that compile kernels and put their PTX into the cache. A process that is done with a kernel takes the next one of all."""
 
     def __init__(self, count: int) -> None:
-        # one queue: whoever reads first gets a whole message
+        # one queue: each message goes whole to the process that reads first
         self.jobs, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the processes
         self.processes: list[subprocess.Popen] = []
@@ -282,7 +282,7 @@ def compile_jobs(parent: int, jobs: socket.socket) -> None:
 
 
 def load_compiled(kernels: Sequence["CudaKernel"], device: int, cc: tuple[int, int]) -> None:
-    """Wait for those kernels that other processes compile, and load each on a device as soon as it is compiled: loading takes the driver time, too."""
+    """Wait for the kernels that other processes compile. Load each on a device as soon as it is compiled: loading takes the driver time, too."""
     files = {ptx_file(kernel, ptx_target(cc)): kernel for kernel in kernels}
     waiting = {path: kernel for path, kernel in files.items() if path in _ahead}
     while waiting:
