@@ -37,7 +37,7 @@ def cuda_ops() -> ModuleType:
 
 
 def start_compilers(attention_backend: str) -> None:
-    """Start the processes that compile kernels, before numba is imported here, where these kernels will probably be needed and none is compiled yet."""
+    """If this backend may be chosen and none of its kernels is cached, start the processes that compile them, before this process imports numba."""
     if attention_backend in ("auto", NumbaCudaBackend.name) and importlib.util.find_spec("minivllm_kernels"):
         from minivllm_kernels.cuda import launch
 

@@ -303,13 +303,12 @@ class Decoder(Module):
         kinds = None
         if len(self.token_types):
             kinds, token_ids = token_ids // self.spec.vocab_size, token_ids % self.spec.vocab_size
-        if self.group is None:
-            few = (
-                out is None and token_ids.is_cuda
-            )  # torch's index_select of up to 16 rows takes several times as long on a GPU
-            x = self.embedding[token_ids] if few else torch.index_select(self.embedding, 0, token_ids, out=out)
-        else:
+        if self.group is not None:
             x = self.group.embed(self.embedding, token_ids, self.spec.vocab_size)
+        elif out is None and token_ids.is_cuda:
+            x = self.embedding[token_ids]  # index_select of up to 16 rows takes several times as long on a GPU
+        else:
+            x = torch.index_select(self.embedding, 0, token_ids, out=out)
         if self.lora is not None:
             self.lora.embed(token_ids, x)
         if self.embedding_scale != 1.0:

@@ -603,6 +603,7 @@ def test_layers_take_it_for_up_to_256_rows():
     x = torch.randn(257, 1024, device=CUDA).to(BF16)
     for rows in (17, 64, 65, 256):
         assert layer.method.takes(x[:rows]) == (rows <= 64) and layer.method.takes(x[:rows], gated=True)
+        assert rows > 64 or torch.equal(layer(x[:rows]), ops.gemv(x[:rows], layer.weight))
         gated = NumbaCudaOps().gated_linear(x[:rows], layer, "silu")
         assert torch.equal(gated, ops.gemv(x[:rows], layer.weight, gated=True))
     assert not layer.method.takes(x) and not layer.method.takes(x, gated=True)

@@ -77,11 +77,21 @@ def head_lanes(head_dim: int) -> int:
     return 1 << (head_dim // 16 - 1).bit_length()
 
 
+@device
+def load_head_words(to, source, at, second):
+    """Eight words of a lane: four from `source[at]` on, then four from `source[second]` on."""
+    a = ldg128(source, at)
+    b = ldg128(source, second)
+    for i in range(4):
+        to[i] = a[i]
+        to[4 + i] = b[i]
+
+
 def head_writer(dtype: str, head_dim: int, kind: str | None) -> Any:
     """A device function: the lanes of `head_lanes` write a head to a cache. All lanes of the warp must call it; `mine` says which write.
 
-    kind: None for a cache of `dtype`; "fp8" (e4m3, of the numbers times `inverse`); "int8", of which the scale is written, too.
-    Of `words`, four are from the first half of the head, from word 4 lane on, and four from the second.
+    kind: None stores `dtype`; "fp8" stores e4m3 of the numbers times `inverse`; "int8" stores int8 and the head's scale.
+    words: four of the head's first half, from word 4 * lane on, then four of its second half.
     """
     LANES, HALF, INT8 = head_lanes(head_dim), head_dim // (4 if kind is None else 8), kind == "int8"
     half = half_ops(dtype)
@@ -136,10 +146,7 @@ def reshape_and_cache_int8(dtype: str, kv_heads: int, head_dim: int, block_size:
             x, cache, row, h = v, vc, i64(cuda.blockIdx.x) * v_s, head - HEADS
         words = cuda.local.array(8, u32)
         at = row + h * W + min(lane * 4, HW - 4)
-        first, second = ldg128(x, at), ldg128(x, at + HW)
-        for i in range(4):
-            words[i] = first[i]
-            words[4 + i] = second[i]
+        load_head_words(words, x, at, at + HW)
         block = slot // BS * BLOCK
         scale_at = block + BS * HEADS * HW + h * BS + slot % BS
         write(cache, block + (slot % BS * HEADS + h) * HW, scale_at, words, f32(1.0), lane, mine)

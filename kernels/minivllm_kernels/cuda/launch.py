@@ -189,7 +189,7 @@ compile_jobs(int(sys.argv[1]), socket.socket(fileno=0))
 
 
 class Compilers:
-    """Processes that compile kernels and put their PTX into the cache. A process that is done with a kernel takes the next one of all."""
+    """Processes that compile kernels and put their PTX into the cache. All take kernels from one queue."""
 
     def __init__(self, count: int) -> None:
         # one queue: each message goes whole to the process that reads first
@@ -232,9 +232,9 @@ IDLE_SECONDS = 60.0
 
 
 def start_compilers() -> int:
-    """Start the processes of `compile_ahead` before it is known which kernels it will get, if none of this version is in the cache.
+    """Start the processes of `compile_ahead` before the kernels are known, unless the cache has kernels of this version.
 
-    They import numba meanwhile, and end when they get nothing for `IDLE_SECONDS`. Returns their number.
+    They import numba meanwhile, and end if no job comes for `IDLE_SECONDS`. Returns their number.
     """
     global _early
     cores = len(os.sched_getaffinity(0))

@@ -95,7 +95,7 @@ class MatmulTile:
         return -(-size // self.width) * self.split, -(-rows // self.rows)
 
     def copied(self, rows: int) -> int:
-        """Rows of x for a block, whole pieces of 8: for rows beyond x a copy writes zeros, which takes longer than reading rows does."""
+        """Rows of x per block, a multiple of 8. Blocks get equal numbers, because writing zeros for rows past the end takes longer than reading rows."""
         tiles = -(-rows // self.rows)
         return -(-rows // (8 * tiles)) * 8
 
@@ -141,13 +141,13 @@ def consumer(dtype: str, tile: MatmulTile) -> Any:
     @device
     def consume(acc, sa, group, lane, count):
         base = i64((sa & 0x3FFFF) >> 4) | i64(K_MAJOR)  # the bits above say which block of the cluster
-        mine = base + (WEIGHT + group * GROUP)
+        x_base = base + (WEIGHT + group * GROUP)
         stage = i32(0)
         phase = i32(0)
         before = i32(0)
         for n in range(count):
             mbarrier_wait(sa + FULL + 8 * stage, phase)
-            add(acc, mine + stage * STAGE, base + stage * STAGE, i32(n))
+            add(acc, x_base + stage * STAGE, base + stage * STAGE, i32(n))
             wait_older(acc)
             if n > 0 and lane == 0:
                 mbarrier_arrive(sa + EMPTY + 8 * before)
@@ -311,7 +311,7 @@ def _few_rows(size: int, features: int, gated: bool, multiprocessors: int) -> Ma
 
 
 def _many_rows(size: int, features: int, gated: bool, rows: int, multiprocessors: int) -> MatmulTile | None:
-    """One or two tiles of x. Nearly every multiprocessor gets a block. Two blocks share a row of the weight; of a gated weight none do."""
+    """One or two tiles of x. Nearly every multiprocessor gets a block. Two blocks share the features of a row, except in a gated weight."""
     steps, tiles, split = -(-features // STEP), -(-rows // 128), 1 if gated else 2
     piece = 16 if gated else 8 * split
     width = -(-size * split * tiles // (multiprocessors * piece)) * piece
@@ -319,7 +319,7 @@ def _many_rows(size: int, features: int, gated: bool, rows: int, multiprocessors
     if 4 * blocks < 3 * multiprocessors or steps < 2 * split or width > (MOST_WIDTH if tiles == 1 else AT_ONCE):
         return None
     if (not gated and width * STEP > features) or (tiles > 1 and features >= LONG_ROW):
-        return None  # sums would take too long, or arithmetic: torch was faster
+        return None  # sending sums, or the arithmetic, took longer than torch does
     return _with_ring(MatmulTile(width, split, 0, gated, 128), steps, SHARED_LIMIT)
 
 
@@ -327,7 +327,7 @@ def _many_rows(size: int, features: int, gated: bool, rows: int, multiprocessors
 def choose_tile(
     size: int, features: int, gated: bool, rows: int, cc: tuple[int, int], multiprocessors: int
 ) -> MatmulTile | None:
-    """How a matmul of `rows` with a weight [size, features] is dealt out. None if torch is the better choice or the card has no kernel."""
+    """How a matmul of `rows` rows by a weight [size, features] is divided among blocks. None if torch is the better choice or the card has no kernel."""
     if cc != HOPPER or size % (4 if gated else 2) or features % 8 or rows > MATMUL_ROWS:
         return None
     if rows <= 64:

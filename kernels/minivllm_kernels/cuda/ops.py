@@ -665,7 +665,7 @@ def tile_for(weight: Tensor, rows: int, gated: bool = False) -> MatmulTile | Non
 
 
 def takes_rows(weight: Tensor, rows: int, gated: bool = False) -> bool:
-    """Whether `gemv` multiplies so many rows by a weight [size, features]."""
+    """Whether `gemv` multiplies x of `rows` rows by a weight [size, features]."""
     return rows <= MMA_ROWS[-1] or tile_for(weight, rows, gated) is not None
 
 

@@ -5,7 +5,7 @@
 import functools
 from typing import Any
 
-from minivllm_kernels.cuda.cache import head_lanes, head_writer
+from minivllm_kernels.cuda.cache import head_lanes, head_writer, load_head_words
 from minivllm_kernels.cuda.simt import (
     LOG2E,
     CudaKernel,
@@ -142,15 +142,6 @@ def rope_and_cache(
     name = f"rope_and_cache_{dtype}_h{heads}_{kv_heads}_d{head_dim}_b{block_size}" + ("_norm" if norm else "")
 
     @device
-    def load(to, source, at, second):
-        """Eight words of a lane: four at `at`, and four at `second`."""
-        a = ldg128(source, at)
-        b = ldg128(source, second)
-        for i in range(4):
-            to[i] = a[i]
-            to[4 + i] = b[i]
-
-    @device
     def rotate(words, v, cosines, sines):
         for i in range(4):
             c0, c1, s0, s1 = (
@@ -175,14 +166,14 @@ def rope_and_cache(
         v = cuda.local.array(16, f32)
         grid_release()
         if NORM:
-            load(gains, q_weight if head < heads else k_weight, at, HW + at)
+            load_head_words(gains, q_weight if head < heads else k_weight, at, HW + at)
         grid_wait()
         base = i64(tok) * (ALL * W) + head * W + at
         slot = slots[tok]
         turn = positions[tok] * D + 2 * at
-        load(words, qkv, base, base + HW)
-        load(cosines, table, turn, turn + 4)
-        load(sines, table, turn + W, turn + W + 4)
+        load_head_words(words, qkv, base, base + HW)
+        load_head_words(cosines, table, turn, turn + 4)
+        load_head_words(sines, table, turn + W, turn + W + 4)
         s = f32(0.0)
         for i in range(8):
             v[2 * i] = lo(words[i])

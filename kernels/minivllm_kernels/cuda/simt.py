@@ -186,7 +186,7 @@ class CudaKernel:
     shared_bytes: dynamic shared memory per block.
     hopper_only: it has instructions (wgmma, setmaxnreg) that compute capability 9.0 has and no later one.
     cluster: neighbouring blocks that start together and reach each other's shared memory; a grid is a multiple of it.
-    early_blocks: with more blocks than this in x it starts when the kernel before has ended, even if it could start early.
+    early_blocks: the largest grid, in x, with which it may start early; with a larger one it starts when the kernel before has ended.
     maker: the function that made the kernel, and its arguments: with them another process can make it again. None if unknown.
     """
 
