@@ -316,22 +316,26 @@ def test_the_queue_needs_no_numba():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_collector_is_on_again_after_a_compilation():
+def test_the_collector_is_on_again_after_a_compilation_and_numba_is_as_it_was():
+    class Numba:
+        run = "slowly"
+
     seen = []
 
     def stop(*args, **kwargs):
-        seen.append(gc.isenabled())
+        seen.append((gc.isenabled(), Numba.run))
         raise NotImplementedError
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simt.cuda, "compile", stop)
+        patch.setattr(simt, "_exchanged", lambda cc: [(Numba, "run", f"faster for {cc}")])
         for on in (True, False):
             (gc.enable if on else gc.disable)()
             with pytest.raises(NotImplementedError):
-                pointwise.silu_mul("float16", 64).ptx()
-            assert gc.isenabled() == on
+                pointwise.silu_mul("float16", 64).ptx((8, 0))
+            assert gc.isenabled() == on and Numba.run == "slowly"
             gc.enable()
-    assert seen == [False, False]
+    assert seen == [(False, "faster for (8, 0)")] * 2
 
 
 def test_shapes_that_a_kernel_takes():
