@@ -34,8 +34,9 @@ def test_every_token_is_read_once(lens, heads, window, max_warps, invariant):
     assert sorted(slots) == list(range(plan.slots)) and plan.warps <= max_warps
     for n, reads, low in zip(lens, seen, np.zeros_like(lens) if first is None else first, strict=True):
         assert (reads[low:n] == 1).all() and not reads[:low].any()
-    sizes = plan.items[:, 3] - plan.items[:, 2]
-    assert (np.diff(sizes) <= 0).all(), "the heaviest item must come first"
+    tiles = -(-plan.items[:, 3] // TILE) - plan.items[:, 2] // TILE
+    if len(lens) * heads <= 2 * 3 * 132:
+        assert (np.diff(tiles) <= 0).all(), "the heaviest item must come first"
 
 
 @pytest.mark.parametrize("count", [1, 200, 1023, 1024, 5000, 60_000])
@@ -67,14 +68,44 @@ def test_a_long_sequence_does_not_hold_up_a_ragged_batch():
     assert heaviest <= 2 * TILE * -(-lens.sum() * 8 // TILE // resident)
 
 
-@pytest.mark.parametrize("count, tokens", [(256, 640), (256, 1024), (200, 700), (100, 2000)])
-def test_the_last_wave_has_no_idle_slots(count, tokens):
-    """Equal sequences, each taken by the slot that is free first. The last slot ends hardly later than with work shared out evenly."""
-    items = plan_decode([tokens] * count, heads=8).items
-    slots = [0] * (3 * 132)
-    for size in np.repeat(items[:, planning.WORK_END] - items[:, planning.WORK_FIRST], 8):
-        heapq.heapreplace(slots, slots[0] + int(size))
-    assert max(slots) < 1.06 * count * tokens * 8 / len(slots)
+def ends_of_items(lens, heads=8, slots=3 * 132):
+    """When each block of a plan ends, in tokens, if it goes to the slot that is free first and a slot reads one token at a time."""
+    items = plan_decode(lens, heads=heads).items
+    free, ends = [0] * slots, []
+    for size in np.repeat(items[:, planning.WORK_END] - items[:, planning.WORK_FIRST], heads):
+        ends.append(free[0] + int(size))
+        heapq.heapreplace(free, ends[-1])
+    return np.sort(ends), np.sort(free)
+
+
+SEVERAL_WAVES = [
+    np.full(256, 640),
+    np.full(256, 1024),
+    np.full(200, 700),
+    np.random.default_rng(0).integers(600, 760, 256),
+]
+
+
+@pytest.mark.parametrize("lens", SEVERAL_WAVES)
+def test_the_slots_end_together(lens):
+    """Hardly later than with work shared out evenly."""
+    assert ends_of_items(lens)[1][-1] < 1.07 * lens.sum() * 8 / (3 * 132)
+
+
+@pytest.mark.parametrize("lens", SEVERAL_WAVES)
+def test_blocks_end_at_different_times(lens):
+    """In a sixth of the time of a sequence, about half of the slots may end a block. All would if each wave were of equal blocks."""
+    ends = ends_of_items(lens)[0]
+    within = np.searchsorted(ends, ends + lens.mean() / 6, "right") - np.arange(len(ends))
+    before_the_last_wave = ends < ends[-1] - 1.5 * lens.mean()
+    assert within[before_the_last_wave].max() < 0.55 * 3 * 132
+
+
+def test_a_few_short_sequences_are_not_cut():
+    """A piece of fewer than eight tiles costs more than it saves."""
+    assert plan_decode([7 * TILE] * 256, heads=8).slots == 0
+    items = plan_decode([20 * TILE] * 256, heads=8).items
+    assert (items[:, planning.WORK_END] - items[:, planning.WORK_FIRST]).min() >= 4 * TILE
 
 
 @given(

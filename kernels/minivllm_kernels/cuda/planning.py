@@ -13,8 +13,8 @@ __all__ = [
     "BLOCK_SIZES", "FIELDS", "FIXED_CHUNK", "HEAD_DIMS", "MAX_GROUP", "MAX_ITEMS", "MAX_PARTS", "TILE",
     "TILE_CONTEXT", "TILE_FIRST", "TILE_FLOOR", "TILE_QUERIES", "TILE_ROW", "TILE_SEQ", "WORK_END",
     "WORK_FIRST", "WORK_FIRST_SLOT", "WORK_PARTS", "WORK_PLANNED", "WORK_ROW", "WORK_SEQ", "WORK_SLOT",
-    "AttentionShape", "DecodePlan", "cut", "item_rungs", "plan_decode", "plan_prefill", "shape_unsupported",
-    "split_at_chunks",
+    "AttentionShape", "DecodePlan", "cut", "equal_sizes", "item_rungs", "plan_decode", "plan_prefill",
+    "shape_unsupported", "split_at_chunks",
 ]  # fmt: skip
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -76,7 +76,7 @@ FIELDS = 8  # int32 from one work item, or tile, to the next
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Work items for single-token rows, heaviest first, and the launch that suits them.
+    """Work items for single-token rows, in the order in which they start, and the launch that suits them.
 
     items: int32 [n, 8], fields `WORK_...`. slots: partial results to make room for. warps: warps per block.
     """
@@ -87,27 +87,31 @@ class DecodePlan:
 
 
 def cut(
-    rows: np.ndarray, seqs: np.ndarray, first: np.ndarray, end: np.ndarray, chunk: np.ndarray | int
+    rows: np.ndarray, seqs: np.ndarray, first: np.ndarray, end: np.ndarray, size: np.ndarray | int
 ) -> tuple[np.ndarray, int]:
-    """Work items [n, 8] for token ranges [first, end), in pieces of at most `chunk` tiles; and the number of slots."""
+    """Work items [n, 8] for token ranges [first, end), in pieces of `size` tiles and a last one of what is left; and the number of slots."""
     start = first // TILE
     tiles = -(-end // TILE) - start
-    parts = -(-tiles // chunk)
-    per = -(-tiles // parts)
-    parts = -(-tiles // per)  # equal pieces may need fewer
+    parts = -(-tiles // size)
     split = parts > 1
     slots = np.where(split, parts, 0)
     first_slot = np.cumsum(slots) - slots
     which = np.repeat(np.arange(len(rows)), parts)
     piece = np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)
-    low = start[which] + piece * per[which]
+    size = np.broadcast_to(size, tiles.shape)[which]
+    low = start[which] + piece * size
     items = np.zeros((len(which), FIELDS), np.int32)
     items[:, WORK_SEQ], items[:, WORK_ROW] = seqs[which], rows[which]
     items[:, WORK_FIRST] = np.maximum(low * TILE, first[which])
-    items[:, WORK_END] = np.minimum((low + per[which]) * TILE, end[which])
+    items[:, WORK_END] = np.minimum((low + size) * TILE, end[which])
     items[:, WORK_SLOT] = np.where(split[which], first_slot[which] + piece, -1)
     items[:, WORK_FIRST_SLOT], items[:, WORK_PARTS] = first_slot[which], parts[which]
     return items, int(slots.sum())
+
+
+def equal_sizes(tiles: np.ndarray, chunk: np.ndarray | int) -> np.ndarray:
+    """The size of equal pieces of at most `chunk` tiles, for each sequence."""
+    return -(-tiles // -(-tiles // chunk))
 
 
 WAVES = ((8, 1, 8), (4, 3, 8), (2, 6, 8))
@@ -116,8 +120,10 @@ WIDE_WAVES = ((4, 2, 4), (2, 4, 8))
 """The same for head_dim 256, which takes more registers."""
 
 
-def choose_chunk(tiles: np.ndarray, heads: int, multiprocessors: int, max_warps: int) -> tuple[int, int | np.ndarray]:
-    """(warps, chunk) for sequences of `tiles` tiles, each read once per KV head. The chunk is in tiles: a number, or one per sequence."""
+def choose_sizes(
+    tiles: np.ndarray, heads: int, multiprocessors: int, max_warps: int
+) -> tuple[int, np.ndarray, np.ndarray | int]:
+    """(warps, sizes, turns) for sequences of `tiles` tiles, each read once per KV head: tiles of a piece, and which sequences start first."""
     longest, total = int(tiles.max()), int(tiles.sum()) * heads
     least_chunk = -(-longest // MAX_PARTS)
     for warps, resident, least in WAVES if max_warps == 8 else WIDE_WAVES:
@@ -126,25 +132,35 @@ def choose_chunk(tiles: np.ndarray, heads: int, multiprocessors: int, max_warps:
             continue
         chunk = _smallest_chunk(tiles, heads, slots, min(least, longest))
         if chunk <= max(2 * -(-total // slots), least):
-            return warps, max(chunk, least_chunk)
+            return warps, equal_sizes(tiles, max(chunk, least_chunk)), 0
     slots = 3 * multiprocessors
     cap = max(16, -(-total // slots))
     chunk = max(cap if longest > 2 * cap else longest, least_chunk)
-    return 4, _fill_last_wave(tiles, chunk, slots / heads, least_chunk)
+    return 4, *_stagger(tiles, chunk, slots / heads)
 
 
-def _fill_last_wave(tiles: np.ndarray, chunk: int, wave: float, least: int) -> int | np.ndarray:
-    """The chunk, or one per sequence, when `wave` items per KV head run at once.
+LEAST_PIECE = 8  # tiles below which a piece of one of several waves is not worth its overhead
 
-    If the last wave would be at most half full, as many of the shortest sequences are cut small, so that it has no idle slots.
+
+def _stagger(tiles: np.ndarray, chunk: int, wave: float) -> tuple[np.ndarray, np.ndarray]:
+    """(sizes, turns) when `wave` items per KV head run at once, in several waves.
+
+    A third of the first wave are the longest sequences, a third are two thirds of a sequence, and a third are what was left of those. So blocks
+    end at different times ever after, and while some start and wait for their first tile, the others keep the memory busy. The shortest
+    sequences come last, in quarters.
     """
-    left = (-(-tiles // chunk)).sum() % wave
-    if not 1 <= left <= wave / 2:  # more than half a wave keeps the memory busy uncut
-        return chunk
-    last = np.argsort(tiles, kind="stable")[: math.ceil(left)]
-    chunks = np.full(len(tiles), chunk)
-    chunks[last] = min(chunk, max(8, least, math.ceil(tiles[last].sum() / (2 * wave))))
-    return chunks
+    sizes, turns = equal_sizes(tiles, chunk), np.full(len(tiles), 2)
+    order = np.argsort(-tiles, kind="stable")
+    cut_already = np.count_nonzero(tiles > chunk)
+    turns[order[:cut_already]] = 0
+    whole = order[cut_already:]
+    if len(whole) >= 2 * wave:
+        third, last = math.ceil(wave / 3), math.ceil(wave / 4)
+        middle = (len(whole) - last) // 2
+        turns[whole[:third]], turns[whole[middle : middle + third]] = 0, 1
+        for which, parts in ((whole[middle : middle + third], 1.5), (whole[-last:], 4)):
+            sizes[which] = np.maximum(np.ceil(tiles[which] / parts), LEAST_PIECE)
+    return sizes, turns
 
 
 def _smallest_chunk(tiles: np.ndarray, heads: int, slots: int, low: int) -> int:
@@ -163,24 +179,28 @@ def _smallest_chunk(tiles: np.ndarray, heads: int, slots: int, low: int) -> int:
 FIXED_CHUNK = 32  # tiles of a piece in the batch-invariant mode
 
 
+def _fixed_sizes(tiles: np.ndarray) -> tuple[int, np.ndarray, int]:
+    return 4, equal_sizes(tiles, np.maximum(FIXED_CHUNK, -(-tiles // MAX_PARTS))), 0
+
+
 @functools.lru_cache(maxsize=16)
 def _layout(
     start: bytes, tiles: bytes, heads: int, multiprocessors: int, max_warps: int, batch_invariant: bool
 ) -> DecodePlan:
-    """Work items in whole tiles, the largest first; SEQ and ROW are the number of the sequence. Cached: with few sequences, most steps have the
-    same tiles as the step before.
+    """Work items in whole tiles, the largest of each turn first; SEQ and ROW are the number of the sequence. Cached: with few sequences, most
+    steps have the same tiles as the step before.
 
     start, tiles: int64, the first tile of each sequence (nothing if they are all 0) and how many there are.
     """
     count = np.frombuffer(tiles, np.int64)
     low = np.frombuffer(start, np.int64) if start else np.zeros_like(count)
-    warps, chunk = 4, np.maximum(FIXED_CHUNK, -(-count // MAX_PARTS))
-    if not batch_invariant:
-        warps, fitting = choose_chunk(count, heads, multiprocessors, max_warps)
-        chunk = np.asarray(fitting)
+    warps, sizes, turns = (
+        _fixed_sizes(count) if batch_invariant else choose_sizes(count, heads, multiprocessors, max_warps)
+    )
     every = np.arange(len(count))
-    items, slots = cut(every, every, low * TILE, (low + count) * TILE, chunk)
-    items = items[np.argsort(items[:, WORK_FIRST] - items[:, WORK_END], kind="stable")]
+    items, slots = cut(every, every, low * TILE, (low + count) * TILE, sizes)
+    turn = np.broadcast_to(turns, count.shape)[items[:, WORK_SEQ]]
+    items = items[np.lexsort((items[:, WORK_FIRST] - items[:, WORK_END], turn))]
     if len(items) > MAX_ITEMS:
         raise ValueError(f"a launch takes at most {MAX_ITEMS} work items, and {len(count)} sequences make {len(items)}")
     items.setflags(write=False)
@@ -221,22 +241,21 @@ def plan_decode(
         items[:, WORK_FIRST] = np.maximum(items[:, WORK_FIRST], first[which])
     items[:, WORK_END] = np.minimum(items[:, WORK_END], end[which])
     items[:, WORK_PLANNED] = items[:, WORK_END]
-    sizes = items[:, WORK_END] - items[:, WORK_FIRST]
-    if (sizes[1:] > sizes[:-1]).any():
-        items = items[np.argsort(-sizes, kind="stable")]
     return DecodePlan(items, layout.slots, layout.warps)
 
 
 @functools.cache
 def item_rungs(num_seqs: int, heads: int, multiprocessors: int = 132, max_warps: int = 8) -> tuple[int, ...]:
-    """Sizes to pad a list of work items to, ascending: what fills the card once at each width of `WAVES`, and one item per sequence.
+    """Sizes to pad a list of work items to, ascending: what fills the card once at each width of `WAVES`, one item per sequence, and what
+    `_stagger` makes of them.
 
     The largest is enough for any `plan_decode` of up to `num_seqs` sequences, whatever their lengths.
     """
     waves = WAVES if max_warps == 8 else WIDE_WAVES
     filled = {max(1, resident * multiprocessors // heads) for _, resident, _ in waves}
-    most = max(*filled, num_seqs + 6 * multiprocessors // heads + 1)
-    return tuple(sorted({*filled, num_seqs, most}))
+    wave = 3 * multiprocessors / heads
+    staggered = num_seqs + math.ceil(wave / 3) + 3 * math.ceil(wave / 4)
+    return tuple(sorted({*filled, num_seqs, staggered, max(*filled, staggered + math.ceil(wave))}))
 
 
 TILE_SEQ, TILE_ROW, TILE_QUERIES, TILE_CONTEXT, TILE_FIRST, TILE_FLOOR = range(6)
