@@ -192,7 +192,7 @@ def test_kernels_are_compiled_ahead_side_by_side(monkeypatch, tmp_path):
         cache.reshape_and_cache(16),
         mma_tiles(AttentionShape(BF16, 96, 8, 8)),
     ]
-    assert launch.compile_ahead(kernels, (8, 0)) == min(3, len(os.sched_getaffinity(0)))
+    assert launch.compile_ahead(kernels, (8, 0)) == 3
     want = [kernel.ptx((8, 0)) for kernel in kernels]
     monkeypatch.setattr(type(kernels[0]), "ptx", None)
     for kernel, text in zip(kernels, want, strict=True):

@@ -178,7 +178,7 @@ def _exchanged(cc: tuple[int, int]) -> list[tuple[Any, str, Any]]:
     return [
         (dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=cc)),
         (types.Function, "get_call_type", call_type),
-        (targetconfig.TargetConfig, "values", lambda options: defaults(type(options)) | options._values),
+        (targetconfig.TargetConfig, "values", lambda options: defaults(options.__class__) | options._values),
         *((skipped, "run_pass", lambda self, state: False) for skipped in passes),
     ]
 
