@@ -27,17 +27,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Half:
-    """The operations of one 16-bit float: unpack a word (low, high), pack two float32, multiply matrices."""
+    """The operations of one 16-bit float: unpack a word (low, high), pack two float32, multiply matrices, the maxima of two words."""
 
     lo: Any
     hi: Any
     pack: Any
     mma: Any
+    maximum: Any = None
 
 
 HALVES = {
-    "bfloat16": Half(warp.bf16_lo, warp.bf16_hi, warp.pack_bf16, warp.mma_bf16),
-    "float16": Half(warp.f16_lo, warp.f16_hi, warp.pack_f16, warp.mma_f16),
+    "bfloat16": Half(warp.bf16_lo, warp.bf16_hi, warp.pack_bf16, warp.mma_bf16, warp.max_bf16),
+    "float16": Half(warp.f16_lo, warp.f16_hi, warp.pack_f16, warp.mma_f16, warp.max_f16),
 }
 
 
