@@ -285,6 +285,13 @@ def test_nothing_starts_early_where_kernels_are_in_the_cache_or_nothing_can_be_c
     assert not launch.start_compilers()
 
 
+@pytest.mark.parametrize(("cores", "forks"), [(1, None), (2, 2), (200, 32)])
+def test_forks_are_as_many_as_cores_up_to_a_limit(cores, forks, monkeypatch, ahead):
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(launch, "Compilers", lambda count: count)
+    assert launch._open_compilers() == forks
+
+
 def test_kernels_are_loaded_as_they_are_compiled(monkeypatch, ahead):
     """Those in the cache stay for their first launch; one that no process compiled any more is loaded, too."""
     loaded, paths = [], [launch.ptx_file(kernel, (9, 0)) for kernel in ahead]

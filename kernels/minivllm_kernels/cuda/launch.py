@@ -229,6 +229,7 @@ class Compilers:
 
 _ahead: dict[Path, Compilers] = {}
 _compilers: Compilers | None = None
+MOST_FORKS = 32  # a start needs fewer kernels
 IDLE_SECONDS = 60.0
 
 
@@ -237,7 +238,7 @@ def _open_compilers() -> Compilers | None:
     global _compilers
     if _compilers is None or _compilers.jobs.fileno() < 0 or not _compilers.is_running():
         cores = len(os.sched_getaffinity(0))
-        _compilers = Compilers(cores) if cores > 1 and compiler_missing() is None else None
+        _compilers = Compilers(min(cores, MOST_FORKS)) if cores > 1 and compiler_missing() is None else None
     return _compilers
 
 
