@@ -37,7 +37,7 @@ def cuda_ops() -> ModuleType:
 
 
 def start_compilers(attention_backend: str) -> None:
-    """If this backend may be chosen and none of its kernels is cached, start the processes that compile them, before this process imports numba."""
+    """If this backend may be chosen and none of its kernels is cached, start the process that compiles them, before this one imports numba."""
     if attention_backend in ("auto", NumbaCudaBackend.name) and importlib.util.find_spec("minivllm_kernels"):
         from minivllm_kernels.cuda import launch
 

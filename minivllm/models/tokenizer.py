@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import inspect
 import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from minivllm.models.hub import EMBEDDED_MODELS, resolve_model
@@ -57,9 +61,34 @@ def _is_generic(folder: Path) -> bool:
     return read_json(config).get("tokenizer_class") in GENERIC_CLASSES
 
 
-def _load(loader: str, name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
-    import transformers
+def packages_distributions() -> dict[str, list[str]]:
+    """As `importlib.metadata.packages_distributions`, from what the distributions say: no file of theirs is looked for."""
+    found: dict[str, list[str]] = {}
+    for distribution in importlib.metadata.distributions():
+        name = re.findall(r"(?m)^Name: *(.*?)\s*$", distribution.read_text("METADATA") or "")[:1]
+        packages = set((distribution.read_text("top_level.txt") or "").split())
+        if not packages:
+            lines = (distribution.read_text("RECORD") or "").splitlines()
+            tops = {line.partition(",")[0].strip('"').partition("/")[::2] for line in lines}
+            packages = {top if below else inspect.getmodulename(top) or top for top, below in tops}
+        for package in packages:
+            if "." not in package and package != "__pycache__":
+                found.setdefault(package, []).extend(name)
+    return found
 
+
+def _import_transformers() -> ModuleType:
+    """Import transformers. Version 5.17, for one, asks at its import which distribution each package belongs to, which takes as long as the rest."""
+    usual = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = packages_distributions
+    try:
+        return importlib.import_module("transformers")
+    finally:
+        importlib.metadata.packages_distributions = usual
+
+
+def _load(loader: str, name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
+    transformers = _import_transformers()
     try:
         tokenizer = getattr(transformers, loader).from_pretrained(name, trust_remote_code=False, **kwargs)
     except Exception as error:  # it comes from the files, and the tokenizers library raises bare Exceptions

@@ -48,6 +48,7 @@ from minivllm.runtime.machine import (
     limit_threads,
     machine_facts,
     settle_vector_math,
+    torch_device,
 )
 from minivllm.runtime.model_runner import GRAPH_BYTES, ModelRunner
 from minivllm.runtime.peak_memory import peak_bytes, rehearse
@@ -228,7 +229,7 @@ def plan_engine(args: EngineArgs) -> EnginePlan:
 
 def load_decoder(plan: EnginePlan, group: TensorGroup | None = None, stage: Stage | None = None) -> Decoder:
     """Build the model, or what one rank of a group or a pipeline stage holds of it, and read its weights."""
-    dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
+    dtype, device = getattr(torch, plan.config.dtype), torch_device(plan.config.device)
     method, kv_dtype = plan.machine.linear_kernel, _kv_dtype(plan.config.args)
     longest = plan.config.scheduler.max_model_len
     if isinstance(plan.model.spec, TransformersSpec):
@@ -258,7 +259,7 @@ def _load_transformers(plan: EnginePlan, spec: TransformersSpec) -> Decoder:
     )  # fmt: skip
     if what := next((name for name, given in refused if given), None):
         raise ValueError(f"{what} is not implemented for {spec.family}, which runs through transformers")
-    dtype, device = getattr(torch, plan.config.dtype), torch.device(plan.config.device)
+    dtype, device = getattr(torch, plan.config.dtype), torch_device(plan.config.device)
     decoder = TransformersDecoder(spec, plan.backend, dtype, device, _kv_dtype(args))
     if plan.model.load_format == "dummy":
         decoder.load_weights(plan.model.weights(plan.config.dtype))
@@ -271,7 +272,7 @@ def make_encoder(plan: EnginePlan) -> TowerEncoder | None:
     """The encoder of the model, with its weights; None for a model of text alone."""
     if (media := plan.model.spec.media) is None:
         return None
-    return load_encoder(plan.model, media, getattr(torch, plan.config.dtype), torch.device(plan.config.device))
+    return load_encoder(plan.model, media, getattr(torch, plan.config.dtype), torch_device(plan.config.device))
 
 
 def measure_memory(plan: EnginePlan, decoder: Decoder) -> tuple[int, int] | None:

@@ -137,6 +137,11 @@ def choose_device(asked: str) -> str:
     return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def torch_device(device: str) -> torch.device:
+    """`cpu`, or the current GPU with its number: of a device without one, torch asks the driver each time how many GPUs there are."""
+    return torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+
+
 def choose_sums(device: str, args: EngineArgs) -> tuple[bool, str]:
     """Whether the ranks that share a layer add up in each other's memory, and why."""
     if device != "cuda" or args.tensor_parallel_size == 1:

@@ -38,6 +38,7 @@ from minivllm.runtime.device_drafts import (
 )
 from minivllm.runtime.input_batch import InputBatch, Int64, StepInputs
 from minivllm.runtime.kv_connectors import ConnectorWorker, make_connector_worker
+from minivllm.runtime.machine import torch_device
 from minivllm.runtime.pooler import Pooler
 from minivllm.runtime.sample_record import SampleLog, forget_samples, log_samples
 from minivllm.runtime.weights import (
@@ -183,7 +184,7 @@ class ModelRunner:
     ) -> None:
         kv, limits = config.kv_cache, config.scheduler
         self.model, self.backend, self.config, self.grammar = model, backend, config, grammar
-        self.device = torch.device(config.device)
+        self.device = torch_device(config.device)
         self.specs = group_attention_specs(kv, model.attention_specs(kv.block_size))
         self.kv_caches = new_kv_caches(backend, kv, self.specs, kv.num_blocks, self.device)
         self.swap_caches = new_swap_caches(backend, kv, self.specs, self.device)

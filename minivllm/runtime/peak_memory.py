@@ -82,29 +82,34 @@ def peak_bytes(
     return peak
 
 
-FIRST_STEPS = ((256, 2), (256, 1), (128, 1), (8, 1), (1, 1), (1, 16), (1, 64))
-"""Steps of a rehearsal, as (tokens per request, requests). They use the kernels of a model's first steps: long and short prompts, and decoding."""
+FIRST_STEPS = ((256, 2), (1, 1), (1, 64), (256, 1), (128, 1), (8, 1), (1, 16))
+"""Steps of a rehearsal, as (tokens per request, requests). They use the kernels of a model's first steps: long and short prompts, and decoding.
+
+The first three have all kernels of attention, which take longest to compile.
+"""
 
 
 @torch.inference_mode()
 def rehearse(decoder: Decoder, kv: KVCacheConfig, limits: SchedulerConfig, every_layer: bool = False) -> list[Any]:
     """Run `FIRST_STEPS` with our kernels noted instead of launched (`ops.rehearsal`), and let other processes compile those not in the cache.
 
-    Meanwhile the engine goes on starting. The results mean nothing, so the weights need not be read yet. Of layers with equal specs one runs,
+    They begin after the first step. Meanwhile the engine goes on starting. The results mean nothing, so the weights need not be read yet. Of layers with equal specs one runs,
     or with `every_layer` all do. Returns the kernels, for `ops.load_rehearsed`.
     """
     decoder.bind(kv)
     layers, specs = decoder.layers, decoder.spec.layers
+    kernels: dict[Any, None] = {}
     decoder.layers = ModuleList(x for i, x in enumerate(layers) if every_layer or specs[i] not in specs[:i])
     try:
-        with cuda_ops().rehearsal(decoder.device) as kernels:
-            for tokens, requests in FIRST_STEPS:
-                tokens = min(tokens, limits.max_model_len)
+        for tokens, requests in FIRST_STEPS:
+            tokens = min(tokens, limits.max_model_len)
+            with cuda_ops().rehearsal(decoder.device) as noted:
                 hidden, _ = _run(decoder, kv, prompts_batch(tokens * requests, tokens, kv.block_size))
                 if decoder.head is not None:
                     last = hidden[tokens - 1 :: tokens]
                     decoder.ops.argmax(decoder.compute_logits(last))
                     decoder.compute_argmax(last)
+            kernels |= noted
     finally:
         decoder.layers = layers
     return list(kernels)

@@ -1,5 +1,7 @@
 """A rehearsal names the kernels of first steps. No GPU is needed: kernels that would be launched are noted."""
 
+import itertools
+
 import pytest
 import tiny_models
 import torch
@@ -54,8 +56,13 @@ def test_the_rehearsal_has_every_kernel_of_first_steps(gpu, name, quantization, 
     how = {"device": "cpu", "dtype": "bfloat16", "attention_backend": "numba_cuda", "num_gpu_blocks": 400, "max_num_seqs": 64}  # fmt: skip
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
     with LLM(str(folder), load_format="dummy", quantization=quantization, **how) as llm:
-        ((kernels, cc),) = ahead
-        assert cc == (9, 0) and not launched and loaded == ahead
+        ((kernels, cc),) = loaded
+        assert not launched and list(dict.fromkeys(itertools.chain(*(step for step, _ in ahead)))) == kernels
+        assert len(ahead) == len(FIRST_STEPS) and {cc for _, cc in ahead} == {(9, 0)} == {cc}
+        later = {kernel for step, _ in ahead[3:] for kernel in step} - {
+            kernel for step, _ in ahead[:3] for kernel in step
+        }
+        assert later and not any(kernel.name.startswith(("prefill", "decode")) for kernel in later)
         caches = sum(kernel.startswith(("rope_and_cache", "reshape_and_cache")) for kernel in noted)
         assert caches == len(FIRST_STEPS) * kinds
         assert all(

@@ -480,6 +480,9 @@ def warp_store(shape: AttentionShape, pitch: int) -> Any:
     return store_warp
 
 
+SOON = 2  # tiles that a warp brings into L2 before the previous kernel has ended
+
+
 @kernel_maker
 def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
     """Split-KV on tensor cores (rung 3 of the chapter). Grid (KV heads * mma_parts, items). The last block of a cut sequence merges."""
@@ -535,8 +538,9 @@ def mma_split_kv(shape: AttentionShape, warps: int = 4) -> CudaKernel:
         tile = (first & FLOOR) + warp * TILE
         blocks = find_blocks(table, pages, tile, last)
         if EARLY:
-            if tile < end:  # no kernel of the step writes the block table, and L2 sees the new tokens that one writes
-                prefetch(kc, vc, blocks, tile, last, tid % 32, s_blk, s_tok, kv_at)
+            # no kernel of the step writes the block table, and L2 sees the new tokens that one writes
+            for soon in range(tile, min(end, tile + SOON * STRIDE), STRIDE):
+                prefetch(kc, vc, find_blocks(table, pages, soon, last), soon, last, tid % 32, s_blk, s_tok, kv_at)
             grid_wait()
         load_q_fragments(qf, q, i64(row) * q_s + (head0 + g) * W, g < heads, t)
         m0 = f32(NEG)  # of head 2t, over the tokens of this warp so far

@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import os
 import pickle
-import select
 import socket
 import struct
 import subprocess
@@ -19,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,43 +181,45 @@ def cached_ptx(kernel: "CudaKernel", cc: tuple[int, int]) -> str:
 
 
 COMPILER = """
-import socket, sys
-sys.path[:] = sys.argv[2:]
+import gc, socket, sys
+gc.disable()
+sys.path[:] = sys.argv[3:]
 from minivllm_kernels.cuda.launch import compile_jobs
-compile_jobs(int(sys.argv[1]), socket.socket(fileno=0))
+compile_jobs(int(sys.argv[1]), int(sys.argv[2]), socket.socket(fileno=0))
 """
 
 
 class Compilers:
-    """Processes that compile kernels and put their PTX into the cache. All take kernels from one queue."""
+    """A process that imports the compiler, and `count` forks of it, which compile kernels and put their PTX into the cache."""
 
     def __init__(self, count: int) -> None:
-        # one queue: each message goes whole to the process that reads first
+        # one queue: each message goes whole to the fork that reads first
         self.jobs, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the processes
-        self.processes: list[subprocess.Popen] = []
-        command = [sys.executable, "-P", "-c", COMPILER, str(os.getpid()), *sys.path]
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self.process: subprocess.Popen | None = None
+        command = [sys.executable, "-P", "-c", COMPILER, str(os.getpid()), str(count), *sys.path]
+        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # a process that forks had better have one thread
         with theirs:
             try:
-                for _ in range(count):
-                    self.processes.append(
-                        subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.errors)
-                    )
+                self.process = subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=self.errors, env=environment
+                )
             except OSError as error:  # too many processes, or Python is embedded in another program
                 logger.warning("no process can be started to compile kernels ahead: %s", error)
 
-    def are_running(self) -> bool:
-        return any(process.poll() is None for process in self.processes)
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
 
     def compile(self, jobs: Sequence[Any]) -> None:
-        """Give them jobs, the last ones: they end when nothing is left to do."""
-        with self.jobs, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # all have failed: see `errors`
+        """Give it jobs."""
+        with contextlib.suppress(OSError):  # it has failed: see `errors`
             for job in jobs:
                 self.jobs.send(pickle.dumps(job))
 
     def wait_for(self, path: Path) -> None:
-        """Wait until a file is in the cache, or the processes have ended. If they ended without the file, log why."""
-        while not path.exists() and self.are_running():
+        """Wait until a file is in the cache, or all jobs are done. If they were done without the file, log why. No job may follow."""
+        self.jobs.close()
+        while not path.exists() and self.is_running():
             time.sleep(0.005)
         if not path.exists():
             said = os.pread(self.errors.fileno(), 1 << 20, 0).decode(errors="replace").strip().splitlines()
@@ -226,67 +228,81 @@ class Compilers:
 
 
 _ahead: dict[Path, Compilers] = {}
-_early: Compilers | None = None
-MOST_EARLY = 16
+_compilers: Compilers | None = None
 IDLE_SECONDS = 60.0
 
 
-def start_compilers() -> int:
-    """Start the processes of `compile_ahead` before the kernels are known, unless the cache has kernels of this version.
+def _open_compilers() -> Compilers | None:
+    """What takes jobs: that of the last call, or a new one. None on one core, or where nothing can be compiled."""
+    global _compilers
+    if _compilers is None or _compilers.jobs.fileno() < 0 or not _compilers.is_running():
+        cores = len(os.sched_getaffinity(0))
+        _compilers = Compilers(cores) if cores > 1 and compiler_missing() is None else None
+    return _compilers
 
-    They import numba meanwhile, and end if no job comes for `IDLE_SECONDS`. Returns their number.
+
+def start_compilers() -> bool:
+    """Start the process of `compile_ahead` before the kernels are known, unless the cache has kernels of this version.
+
+    It imports numba meanwhile, and ends if no job comes for `IDLE_SECONDS`. Returns whether it runs.
     """
-    global _early
-    cores = len(os.sched_getaffinity(0))
-    if _early is not None or cores < 2 or compiler_missing() is not None:
-        return 0
     if any(cache_dir().glob(f"*-{_sources().hex()[:8]}*.ptx")):
-        return 0
-    _early = Compilers(min(cores, MOST_EARLY))
-    return len(_early.processes)
+        return False
+    compilers = _open_compilers()
+    return compilers is not None and compilers.is_running()
 
 
 def compile_ahead(kernels: Sequence["CudaKernel"], cc: tuple[int, int]) -> int:
     """Let other processes, at most one per core, compile the kernels missing from the cache, in the order given.
 
-    Returns the number of processes: 0 if no kernel is missing, on one core, or where nothing can be compiled. They end when all kernels
-    are compiled; if this process ends before, each stops after the kernel that it is compiling.
+    Returns the number of kernels that they compile: 0 on one core, or where nothing can be compiled. If this process ends before,
+    they end after the kernels that they are compiling.
     """
-    global _early
     files = {ptx_file(kernel, cc): kernel.maker for kernel in kernels if kernel.maker is not None}
     missing = {path: maker for path, maker in files.items() if path not in _ahead and not path.exists()}
-    compilers, _early = _early, None
-    if compilers is None or not compilers.are_running():
-        if (cores := len(os.sched_getaffinity(0))) < 2 or not missing or compiler_missing() is not None:
-            return 0
-        compilers = Compilers(min(cores, len(missing)))
+    if not missing or (compilers := _open_compilers()) is None or not compilers.is_running():
+        return 0
     compilers.compile([(cc, maker) for maker in missing.values()])
-    if compilers.processes:
-        _ahead.update(dict.fromkeys(missing, compilers))
-    return len(compilers.processes) if missing else 0
+    _ahead.update(dict.fromkeys(missing, compilers))
+    return len(missing)
 
 
-def compile_jobs(parent: int, jobs: socket.socket) -> None:
-    """What a process of `compile_ahead` does: compile one kernel after the other, as long as its parent lives."""
+def compile_jobs(parent: int, count: int, jobs: socket.socket) -> None:
+    """What the process of `Compilers` does: import the compiler, and fork `count` times. The forks take jobs from one queue as long as the parent lives."""
     from minivllm_kernels.cuda import cache
 
-    if not select.select([jobs], [], [], 0)[0] and compiler_missing() is None:
-        cache.copy_blocks().ptx((9, 0))  # to pass the time: a first kernel loads parts of numba that all need
+    if compiler_missing() is None:
+        cache.copy_blocks().ptx((9, 0))  # a first kernel loads parts of numba that all need
     jobs.settimeout(IDLE_SECONDS)
-    try:
-        while (job := jobs.recv(1 << 16)) and os.getppid() == parent:
+    for _ in range(count):
+        if os.fork() == 0:
+            try:
+                _compile_next(parent, jobs)
+            except Exception:  # noqa: BLE001 - the parent logs it
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+    for _ in range(count):
+        os.wait()
+
+
+def _compile_next(parent: int, jobs: socket.socket) -> None:
+    """Compile one kernel after the other, until nothing is left to do or the parent is gone."""
+    with contextlib.suppress(TimeoutError, ProcessLookupError):  # no job came; no parent
+        while job := jobs.recv(1 << 16):
+            os.kill(parent, 0)  # stops nothing, but says whether it lives
             cc, (make, args, kwargs) = pickle.loads(job)
             cached_ptx(make(*args, **kwargs), cc)
-    except TimeoutError:  # the parent had no use for it
-        return
 
 
 def load_compiled(kernels: Sequence["CudaKernel"], device: int, cc: tuple[int, int]) -> None:
     """Wait for the kernels that other processes compile. Load each on a device as soon as it is compiled: loading takes the driver time, too."""
     files = {ptx_file(kernel, ptx_target(cc)): kernel for kernel in kernels}
     waiting = {path: kernel for path, kernel in files.items() if path in _ahead}
+    for path in waiting:
+        _ahead[path].jobs.close()
     while waiting:
-        done = [path for path in waiting if path.exists() or path not in _ahead or not _ahead[path].are_running()]
+        done = [path for path in waiting if path.exists() or path not in _ahead or not _ahead[path].is_running()]
         for path in done:
             launcher(waiting.pop(path), device, cc)
         time.sleep(0 if done else 0.005)

@@ -248,23 +248,33 @@ LARGEST_THREADS = 1024
 LARGEST_HELD = 4  # pieces of 16 bytes that a thread has under way
 
 
-def _unpacker(dtype: str) -> tuple[int, Any]:
-    """(numbers in a word, device function that gives one of them as float32)."""
+def _unpacker(dtype: str) -> tuple[int, Any, Any]:
+    """(numbers in a word, device function that gives one of them as float32, device function: the largest number of four words or NaN)."""
     if dtype == "float32":
 
         @device
         def whole(word, second):
             return as_f32(word)
 
-        return 1, whole
+        @device
+        def largest_of_four(kept, at):
+            high = fmax_or_nan(as_f32(kept[at]), as_f32(kept[at + 1]))
+            return fmax_or_nan(high, fmax_or_nan(as_f32(kept[at + 2]), as_f32(kept[at + 3])))
+
+        return 1, whole, largest_of_four
     half = half_ops(dtype)
-    lo, hi = half.lo, half.hi
+    lo, hi, maximum = half.lo, half.hi, half.maximum
 
     @device
     def one_of_two(word, second):
         return hi(word) if second else lo(word)
 
-    return 2, one_of_two
+    @device
+    def largest_of_eight(kept, at):
+        high = maximum(maximum(kept[at], kept[at + 1]), maximum(kept[at + 2], kept[at + 3]))
+        return fmax_or_nan(lo(high), hi(high))
+
+    return 2, one_of_two, largest_of_eight
 
 
 @kernel_maker
@@ -273,16 +283,8 @@ def first_largest(dtype: str) -> CudaKernel:
 
     dtype: of x, "bfloat16", "float16" or "float32". A row is `pieces` times 16 bytes. Grid (rows, 1).
     """
-    EACH, unpack = _unpacker(dtype)
+    EACH, unpack, peak = _unpacker(dtype)
     THREADS, WARPS, HELD, WORDS = LARGEST_THREADS, LARGEST_THREADS // 32, LARGEST_HELD, 4 * LARGEST_HELD
-
-    @device
-    def peak(kept, at):
-        high = unpack(kept[at], 0)
-        for w in range(4):
-            for i in range(EACH):
-                high = fmax_or_nan(high, unpack(kept[at + w], i))
-        return high
 
     @kernel("i64* u32* i32 i32", LARGEST_THREADS, f"first_largest_{dtype}")
     def find(out, x, pieces, x_s):

@@ -139,6 +139,7 @@ class HopperTile:
         return self.next_at + 8 + 1024
 
 
+@functools.cache  # so that it is compiled once for both sides of a kernel; the same below
 def work_of_tile(tile: HopperTile) -> Any:
     """Device function: what a tile needs of the keys, (oldest, newest, first tile of keys, number of them)."""
     G, ROWS, SHIFT = tile.shape.group, tile.rows, tile.keys.bit_length() - 1
@@ -153,6 +154,7 @@ def work_of_tile(tile: HopperTile) -> Any:
     return work
 
 
+@functools.cache
 def next_stage(stages: int) -> Any:
     """Device function: the stage after this one, and the parity of its barriers in this round."""
     STAGES = stages
@@ -168,6 +170,7 @@ def next_stage(stages: int) -> Any:
     return advance
 
 
+@functools.cache
 def take_next(tile: HopperTile) -> Any:
     """Device function: wait until the scheduling warp has named the next work item, and return it."""
     FULL = tile.barriers_at + 8 * (4 * tile.stages + 2)

@@ -27,17 +27,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Half:
-    """The operations of one 16-bit float: unpack a word (low, high), pack two float32, multiply matrices."""
+    """The operations of one 16-bit float: unpack a word (low, high), pack two float32, multiply matrices, the maxima of two words."""
 
     lo: Any
     hi: Any
     pack: Any
     mma: Any
+    maximum: Any = None
 
 
 HALVES = {
-    "bfloat16": Half(warp.bf16_lo, warp.bf16_hi, warp.pack_bf16, warp.mma_bf16),
-    "float16": Half(warp.f16_lo, warp.f16_hi, warp.pack_f16, warp.mma_f16),
+    "bfloat16": Half(warp.bf16_lo, warp.bf16_hi, warp.pack_bf16, warp.mma_bf16, warp.max_bf16),
+    "float16": Half(warp.f16_lo, warp.f16_hi, warp.pack_f16, warp.mma_f16, warp.max_f16),
 }
 
 
@@ -150,24 +151,58 @@ if SIM:
     _lock_shared_arrays()
 
 
+_call_types: dict[tuple, Any] = {}
+
+
+def _exchanged(cc: tuple[int, int]) -> list[tuple[Any, str, Any]]:
+    """What is exchanged in numba while it compiles, as (owner, name, new value). It compiles a third faster so, to the same PTX.
+
+    - For each function that a kernel calls numba asks the current GPU for its capability, which would start CUDA. The answer is `cc` instead.
+    - It asks several times for the type of each operation, and tries dozens of candidates each time. Here it remembers.
+    - It compares options often, and reads them one by one.
+    - It looks for closures, overloads to be inlined, and array expressions. Kernels have none.
+    """
+    from numba.cuda import dispatcher
+    from numba.cuda.core import targetconfig, typed_passes, untyped_passes
+
+    def call_type(function, context, args, kws):
+        key = function, context, tuple(args), tuple(kws.items()), targetconfig.ConfigStack.top_or_none()
+        if key not in _call_types:
+            _call_types[key] = types.BaseFunction.get_call_type(function, context, args, kws)
+        return _call_types[key]
+
+    @functools.cache
+    def defaults(kind):
+        return {name: option.default for name, option in kind.options.items()}
+
+    passes = untyped_passes.InlineClosureLikes, typed_passes.InlineOverloads, typed_passes.NopythonRewrites
+    return [
+        (dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=cc)),
+        (types.Function, "get_call_type", call_type),
+        (targetconfig.TargetConfig, "values", lambda options: defaults(options.__class__) | options._values),
+        *((skipped, "run_pass", lambda self, state: False) for skipped in passes),
+    ]
+
+
 @contextmanager
 def _compiling(cc: tuple[int, int]) -> Iterator[None]:
-    """Compile with the garbage collector off, and for compute capability `cc`.
+    """Compile with the garbage collector off, for compute capability `cc`, and with some of numba exchanged.
 
-    The collector would scan the compiler's objects again and again, and a kernel would take half as long again. For each function that a kernel
-    calls numba asks the current GPU for its capability, which would start CUDA: the answer is given here instead.
+    The collector would scan the compiler's objects again and again, and a kernel would take half as long again.
     """
     from numba.core.compiler_lock import global_compiler_lock
-    from numba.cuda import dispatcher
 
     with global_compiler_lock:
-        was_on, current = gc.isenabled(), dispatcher.get_current_device
-        dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=cc)
+        was_on, exchanged = gc.isenabled(), _exchanged(cc)
+        before = [getattr(owner, name) for owner, name, _ in exchanged]
+        for owner, name, new in exchanged:
+            setattr(owner, name, new)
         gc.disable()
         try:
             yield
         finally:
-            dispatcher.get_current_device = current
+            for (owner, name, _), old in zip(exchanged, before, strict=True):
+                setattr(owner, name, old)
             if was_on:
                 gc.enable()
 

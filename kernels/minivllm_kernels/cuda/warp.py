@@ -17,9 +17,9 @@ __all__ = [
     "LLVM", "NUMBA", "REGISTER", "as_f32", "as_word", "atomic_arrive", "atomic_inc", "bf16_hi", "bf16_lo",
     "cp_async16", "cp_commit", "cp_wait_older", "e4m3_hi", "e4m3_lo", "exp2", "f16_hi", "f16_lo", "fmax",
     "fmax_or_nan", "grid_release", "grid_wait", "int8_hi", "int8_lo", "ldcg2", "ldg64_stream", "ldg128",
-    "ldg128_stream", "ldmatrix_x4", "ldmatrix_x4_trans", "mma_bf16", "mma_f16", "movmatrix", "pack_bf16",
-    "pack_e4m3", "pack_f16", "pack_int8", "prefetch_l2", "prmt", "rsqrt", "shfl_xor", "smem_addr", "stg128",
-    "sts128",
+    "ldg128_stream", "ldmatrix_x4", "ldmatrix_x4_trans", "max_bf16", "max_f16", "mma_bf16", "mma_f16",
+    "movmatrix", "pack_bf16", "pack_e4m3", "pack_f16", "pack_int8", "prefetch_l2", "prmt", "rsqrt",
+    "shfl_xor", "smem_addr", "stg128", "sts128",
 ]  # fmt: skip
 
 try:  # numba-cuda carries its own copies of numba's compiler modules
@@ -205,6 +205,18 @@ def e4m3_hi(word):
 def fmax_or_nan(a, b):
     """The larger one; NaN if one of them is."""
     return np.maximum(np.float32(a), np.float32(b))
+
+
+@instruction("max.NaN.bf16x2 $0, $1, $2;", "u32", "u32 u32")
+def max_bf16(a, b):
+    """`fmax_or_nan` of the low and of the high bfloat16 of two words."""
+    return pack_bf16(fmax_or_nan(bf16_lo(a), bf16_lo(b)), fmax_or_nan(bf16_hi(a), bf16_hi(b)))
+
+
+@instruction("max.NaN.f16x2 $0, $1, $2;", "u32", "u32 u32")
+def max_f16(a, b):
+    """`fmax_or_nan` of the low and of the high float16 of two words."""
+    return pack_f16(fmax_or_nan(f16_lo(a), f16_lo(b)), fmax_or_nan(f16_hi(a), f16_hi(b)))
 
 
 @instruction("mov.b32 $0, $1;", "f32", "u32")
