@@ -3,7 +3,9 @@
 # Generated from nbs/engine/input_processor.ipynb; after an edit here run `python -m minivllm.literate write-back`.
 
 import difflib
+from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -68,7 +70,7 @@ def _parse_dict(prompt: dict[str, Any]) -> Prompt:
             near = difflib.get_close_matches(str(name), _PROMPT_FIELDS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_PROMPT_FIELDS)}"
             raise ValueError(f"unknown field {name!r} in a prompt; {hint}")
-    text, token_ids, salt, embeds, types, media, features = (prompt.get(name) for name in _PROMPT_FIELDS)
+    text, token_ids, salt, embeds, types, media, features = map(prompt.get, _PROMPT_FIELDS)
     if text is None and token_ids is None and embeds is None:
         raise ValueError(
             "a prompt dict needs 'prompt' (a string), 'prompt_token_ids' (a list of token ids) or 'prompt_embeds' (a tensor)"
@@ -253,9 +255,11 @@ class InputProcessor:
                 f" max_model_len={max_model_len} ({self._why_max_model_len()}){more}."
                 " Shorten it, or set truncate_prompt_tokens"
             )
-        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-            i, token = next((i, token) for i, token in enumerate(token_ids) if not 0 <= token < vocab_size)
-            raise ValueError(f"prompt_token_ids[{i}] is {token}; token ids of this model are 0..{vocab_size - 1}")
+        with suppress(OverflowError):  # the array refuses what is negative, and numpy finds the largest of many soonest
+            if np.frombuffer(array("I", token_ids), np.uintc).max() < vocab_size:
+                return
+        i, token = next((i, token) for i, token in enumerate(token_ids) if not 0 <= token < vocab_size)
+        raise ValueError(f"prompt_token_ids[{i}] is {token}; token ids of this model are 0..{vocab_size - 1}")
 
     def _why_max_model_len(self) -> str:
         return next((d.why for d in self.config.decisions if d.setting == "max_model_len"), "as configured")
@@ -285,8 +289,11 @@ class InputProcessor:
         user: str | None = None,
         cut_max_tokens: bool = True,
         lora_request: LoRARequest | None = None,
+        completed: dict[int, SamplingParams] | None = None,
     ) -> ProcessedInput:
         """Check everything and make the core's requests; nothing is queued yet.
+
+        ``completed``: for several requests at once, while none of their parameters changes: what was added to them, by their `id`.
 
         Raises:
             TypeError, ValueError: says what was given and what is allowed.
@@ -308,13 +315,12 @@ class InputProcessor:
             raise ValueError(f"this model predicts no tokens (runner='pooling'); it can {tasks}")
         if parsed.token_type_ids is not None:
             raise ValueError("token_type_ids: only a model that pools prompts can have token types")
-        params = self._complete(params)
+        params = self._complete(params, completed)
         token_ids, about["mm_features"] = self.read(parsed, params)
         max_tokens = self.max_tokens(len(token_ids), params, cut_max_tokens)
         if params.min_tokens > max_tokens:
-            raise ValueError(
-                f"min_tokens is {params.min_tokens}, but after {len(token_ids)} prompt tokens only {max_tokens} fit"
-            )
+            fit = f"after {len(token_ids)} prompt tokens only {max_tokens} fit"
+            raise ValueError(f"min_tokens is {params.min_tokens}, but {fit}")
         children = [
             Request(
                 child_id,
@@ -360,7 +366,12 @@ class InputProcessor:
         request = Request(request_id, ids, max_tokens=1, sampling_params=params, **about)
         return ProcessedInput(prompt.text, token_ids, params, [request], adapter)
 
-    def _complete(self, params: SamplingParams) -> SamplingParams:
+    def _complete(self, params: SamplingParams, completed: dict[int, SamplingParams] | None = None) -> SamplingParams:
+        """A checked copy that knows what tokenizer and model say; ``completed``: see `process`."""
+        if completed is not None:
+            if (key := id(params)) not in completed:
+                completed[key] = self._complete(params)
+            return completed[key].clone()
         if params.bad_words and self.tokenizer is None:
             raise ValueError("bad_words needs a tokenizer, and this engine has none")
         params = params.clone()

@@ -155,13 +155,13 @@ class LLM(EngineControls):
             )
         distinct = {id(given): given for given in params}  # usually one object for all prompts
         final = {key: it if isinstance(it, PoolingParams) else _final_only(it) for key, it in distinct.items()}
-        checked = []
+        checked, completed = [], dict[int, SamplingParams]()
         moment = self.llm_engine.clock.now()
         for i, prompt in enumerate(prompts):
             request_id = str(next(self._ids))
             try:
                 about = {"priority": priorities[i], "user": users[i], "lora_request": loras[i], "arrival_time": moment}
-                given = self.llm_engine.process(request_id, prompt, final[id(params[i])], **about)
+                given = self.llm_engine.process(request_id, prompt, final[id(params[i])], completed, **about)
             except (TypeError, ValueError) as error:
                 if len(prompts) == 1:
                     raise

@@ -260,6 +260,7 @@ class LLMEngine(EngineControls):
         request_id: str,
         prompt: PromptType,
         params: SamplingParams | PoolingParams,
+        completed: dict[int, SamplingParams] | None = None,
         **options: Unpack[RequestOptions],
     ) -> ProcessedInput:
         """Check and tokenise a request without queueing it; see `InputProcessor.process`."""
@@ -269,7 +270,7 @@ class LLMEngine(EngineControls):
             self._tell_about_seeds()
         if options.get("arrival_time") is None:
             options["arrival_time"] = self.clock.now()
-        return self.input_processor.process(request_id, prompt, params, **options)
+        return self.input_processor.process(request_id, prompt, params, completed=completed, **options)
 
     def add_processed(self, request_id: str, given: ProcessedInput) -> None:
         """Queue what `process` has checked. Raises ValueError if the id is in use, TypeError if it cannot cross to the engine's process."""

@@ -51,7 +51,7 @@ class Allowed:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
 def lone_surrogate(value: Any, place: str = "") -> str | None:
@@ -134,12 +134,12 @@ TOKEN_ID = integer(0)
 def as_integers(values: Collection[Any]) -> list[int] | None:
     """The values as a new list of Python ints; None if one of them is a bool or not an integer.
 
-    There may be many values, so Python code checks the set of their types, not each value.
+    There may be many values, so Python code checks their types together, not each value.
     """
-    kinds = set(map(type, values))
-    if kinds <= {int}:
+    types = list(map(type, values))
+    if types.count(int) == len(types):  # sooner known than the set
         return list(values)
-    whole = bool not in kinds and all(issubclass(kind, numbers.Integral) for kind in kinds)
+    whole = bool not in types and all(issubclass(kind, numbers.Integral) for kind in set(types))
     return list(map(int, values)) if whole else None
 
 
@@ -404,6 +404,7 @@ _NORMALISE: dict[str, Callable[[Any], Any]] = {
 
 
 _NESTED = ("extra_args", "bad_words_token_ids")  # fields with lists or dicts inside their list or dict
+_CHANGEABLE = ("stop", "stop_token_ids", "bad_words", "logits_processors", "logit_bias", "allowed_token_ids", *_NESTED)
 
 
 @dataclass(kw_only=True, repr=False)
@@ -535,10 +536,10 @@ class SamplingParams(CheckedParams):
     def clone(self, **changes: Any) -> "SamplingParams":
         """An independent copy, with some fields changed. Callables are shared, as they may hold state, and so are frozen values."""
         other = object.__new__(SamplingParams)
-        for name, value in self.__dict__.items():
-            if isinstance(value, (list, dict)):
-                value = copy.deepcopy(value) if name in _NESTED else value.copy()
-            other.__dict__[name] = value
+        other.__dict__.update(self.__dict__)
+        for name in _CHANGEABLE:
+            if (value := other.__dict__.get(name)) is not None:
+                other.__dict__[name] = copy.deepcopy(value) if name in _NESTED else value.copy()
         if changes:
             reject_unknown("SamplingParams", changes, list(ALLOWED))
             other = SamplingParams(**({name: getattr(other, name) for name in ALLOWED} | changes))
@@ -609,14 +610,13 @@ class SamplingParams(CheckedParams):
             "bad_words": [token for ids in self.bad_words_token_ids or () for token in ids],
         }
         for name, ids in listed.items():
-            outside = [token for token in ids or () if token >= vocab_size]
-            if outside:
+            if ids and (outside := [token for token in ids if token >= vocab_size]):
                 raise InvalidParameter(name, outside, f"token ids below the vocabulary size {vocab_size}")
         limit = vocab_size if max_logprobs == -1 else max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
-            asked = vocab_size if getattr(self, name) == -1 else getattr(self, name)
-            if asked is not None and asked > limit:
-                raise InvalidParameter(name, getattr(self, name), f"at most max_logprobs={limit}")
+            asked = getattr(self, name)
+            if asked is not None and (vocab_size if asked == -1 else asked) > limit:
+                raise InvalidParameter(name, asked, f"at most max_logprobs={limit}")
 
 
 def best_indices(cumulative_logprobs: Sequence[float], lengths: Sequence[int], n: int) -> list[int]:

@@ -35,6 +35,8 @@ def processor():
             rf"prompt_token_ids\[2\] is {VOCAB_SIZE}; token ids of this model are 0..{VOCAB_SIZE - 1}",
         ),
         ([1, -1], ValueError, r"prompt_token_ids\[1\] is -1"),
+        ([1, 2, 2**32], ValueError, rf"prompt_token_ids\[2\] is {2**32}"),
+        ([1, 2**31, -(2**70)], ValueError, rf"prompt_token_ids\[1\] is {2**31}"),
         (
             "x" * 32,
             ValueError,
@@ -171,6 +173,16 @@ def test_end_tokens_of_the_model():
         "r", "a", SamplingParams(ignore_eos=True)
     )
     assert ignoring.children[0].eos_token_id is None and ignoring.children[0].stop_token_ids == set()
+
+
+def test_a_list_that_was_changed_in_place_is_checked_again(processor):
+    params = SamplingParams(stop_token_ids=[3])
+    params.stop_token_ids.append(4)
+    completed = processor.process("r", "a", params).params
+    assert completed.stop_token_ids == [3, 4] and completed.all_stop_token_ids == {3, 4, EOS_TOKEN_ID}
+    params.stop_token_ids.append(-1)
+    with pytest.raises(ValueError, match="stop_token_ids must be a list"):
+        processor.process("r", "a", params)
 
 
 def test_children(processor):

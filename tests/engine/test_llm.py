@@ -72,6 +72,32 @@ def test_forms_of_prompts(tiny):
     assert generate(tiny, [], GREEDY) == [] and nothing_is_left(tiny)
 
 
+def test_requests_with_one_set_of_parameters_are_independent(path):
+    given = {"stop_token_ids": [3], "bad_words": ["x"], "logit_bias": {5: 1.0}, "extra_args": {"tags": [1]}}
+    with LLM(path, num_gpu_blocks=64, seed=1, logits_processors=[lambda logits, batch: logits], **SMALL) as llm:
+        one, other = SamplingParams(**given), SamplingParams(seed=4)
+        first, last, lone = (r.params for _, r in llm._process_all(["a", "b", "c"], [one, one, other]))
+        one.stop_token_ids.append(6)
+        later = llm._process_all(["a"], one)[0][1].params
+    with LLM(path, num_gpu_blocks=64, seed=1, logits_processors=[lambda logits, batch: logits], **SMALL) as llm:
+        engine, one = llm.llm_engine, SamplingParams(**given, output_kind=RequestOutputKind.FINAL_ONLY)
+        alone = [engine.process(str(i), "a", one).params for i in range(2)]
+        assert [first, last] == alone and first.seed != last.seed and lone.seed == 4 and lone.bad_words == []
+    first.stop_token_ids.append(9)
+    first.bad_words_token_ids[0].append(9)
+    first.logit_bias[9] = first.extra_args["tags"] = 0
+    assert last == alone[1] and later.stop_token_ids == [*last.stop_token_ids, 6]
+
+
+def test_a_parameter_is_refused_at_the_first_prompt_that_has_it(tiny):
+    sound, many = SamplingParams(), SamplingParams(logprobs=21)
+    with pytest.raises(ValueError, match=r"prompts\[1\]: logprobs must be at most max_logprobs=20, got 21"):
+        generate(tiny, ["a", "b", ""], [sound, many, many])
+    with pytest.raises(ValueError, match=r"prompts\[0\]: .*unknown field"):
+        generate(tiny, [{"promt": "a"}, "b"], many)
+    assert nothing_is_left(tiny)
+
+
 def test_one_set_of_parameters_each(tiny):
     lengths = [7, 1, 12, 3]
     outputs = generate(tiny, ["a", "b", "c", "d"], [GREEDY.clone(max_tokens=n) for n in lengths])

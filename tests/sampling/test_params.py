@@ -1,6 +1,7 @@
 """SamplingParams: every range, every contradiction, every spelling."""
 
 import copy
+import dataclasses
 import math
 import pickle
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from minivllm.sampling.params import (
+    _CHANGEABLE,
     ALLOWED,
     BeamSearchParams,
     InvalidParameter,
@@ -197,6 +199,8 @@ def test_nothing_that_can_be_changed_is_shared_with_a_copy() -> None:
         for given in (params, params.clone())
     )
     assert len(mine) == 13 and not mine & theirs and params.clone() == params
+    kinds = {f.name: str(f.type) for f in dataclasses.fields(SamplingParams)}
+    assert {name for name, kind in kinds.items() if "list[" in kind or "dict[" in kind} == set(_CHANGEABLE)
 
 
 def test_errors_survive_a_pickle() -> None:
