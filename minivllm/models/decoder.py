@@ -355,8 +355,7 @@ class Decoder(Module):
         """The argmax of the logits of `compute_logits`, int64 [R]; -1 where there is none, for one is NaN or +inf."""
         assert self.head is not None, "only the last stage has an output layer"
         plain = self.spec.logits_scale == 1.0 and self.spec.logits_soft_cap is None  # then 16 bits have the same order
-        token_ids, alive = self.ops.argmax(self.head(hidden) if plain else self.compute_logits(hidden))
-        return torch.where(alive, token_ids, -1)
+        return self.ops.argmax(self.head(hidden) if plain else self.compute_logits(hidden))
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """This rank's rows of a tensor with a row for each token of the vocabulary."""

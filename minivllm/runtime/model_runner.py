@@ -136,20 +136,21 @@ def group_attention_specs(config: KVCacheConfig, layer_specs: list[LayerCacheSpe
 class FutureTokens:
     """The newest token of every row, kept where it was chosen.
 
-    ids: int64 [num_rows + 1], on the device; the last belongs to no row. The host writes ~row, which is negative, where it does not know the newest token
-    of a row.
+    The host writes ~row, which is negative, where it does not know the newest token of a row. `tokens` has on the device what that stands for:
+    int64 [vocab_size + num_rows + 1], where tokens[token] is the token, and tokens[~row] the newest one of the row. The row after the last is no request's.
     """
 
-    def __init__(self, num_rows: int, device: torch.device) -> None:
-        self.ids = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+    def __init__(self, vocab_size: int, num_rows: int, device: torch.device) -> None:
+        self.tokens = torch.arange(vocab_size + num_rows + 1, device=device)
+        self.tokens[vocab_size:] = 0
 
     def put(self, rows: Tensor, token_ids: Tensor) -> None:
         """Keep what was chosen for these rows; -1, for a row that failed, as token 0: what comes of it is thrown away."""
-        self.ids[rows] = token_ids.clamp(min=0)
+        self.tokens[~rows] = token_ids.clamp(min=0)
 
     def resolve(self, token_ids: Tensor) -> Tensor:
         """The token ids with the newest tokens in the places of ~row."""
-        return torch.where(token_ids < 0, self.ids[(~token_ids).clamp_(min=0)], token_ids)
+        return self.tokens[token_ids]  # one kernel, where to compare and choose would be five
 
 
 def _sampled_places(last: Int64, rows: Int64, drafts: Sequence[Draft]) -> tuple[Int64, Int64]:
@@ -218,7 +219,7 @@ class ModelRunner:
         if self.device.type != "cpu":
             self.buffer = StepBuffer(step_bytes(config), self.device)
             if config.async_scheduling and speculative is None:  # else a step begins when all tokens are known
-                self.future = FutureTokens(limits.max_num_seqs, self.device)
+                self.future = FutureTokens(config.model.vocab_size, limits.max_num_seqs, self.device)
             self.graphs = self._make_graphs()
         self.device_drafts = self._make_device_drafts(encoder is not None or bool(transforms))
         self.planners = [spec.planner(backend, self.device, self.buffer) for spec in self.specs]

@@ -44,6 +44,10 @@ Observer = Callable[[str, Tensor], None]
 Accept = Callable[[Tensor, Tensor], Tensor]
 
 
+def _or_none(token_ids: Tensor, alive: Tensor) -> Tensor:
+    return torch.where(alive, token_ids, -1)
+
+
 class Sampler:
     """Chooses one token per row.
 
@@ -57,7 +61,7 @@ class Sampler:
         stages: Sequence[Stage] | None = None,
         transforms: Sequence[Transform] = (),
         logprobs_mode: str = "raw_logprobs",
-        argmax: Callable[[Tensor], tuple[Tensor, Tensor]] = take_largest,
+        argmax: Callable[[Tensor], Tensor] = take_largest,
     ) -> None:
         if logprobs_mode not in LOGPROBS_MODES:
             raise ValueError(f"logprobs_mode must be one of {', '.join(LOGPROBS_MODES)}, got {logprobs_mode!r}")
@@ -91,10 +95,9 @@ class Sampler:
         if wanted.steps or wanted.errors or observe is not None:
             logits = self._transform(logits, batch, wanted, errors, observe)
         processed = wanted.keep("processed", logits) if wanted.modes else None
-        token_ids, alive = self._argmax(logits) if wanted.greedy else self._draw(logits, batch)
+        token_ids = self._argmax(logits) if wanted.greedy else self._draw(logits, batch)
         if accept is not None:
-            token_ids = accept(logits, token_ids)
-        token_ids = torch.where(alive, token_ids, -1)
+            token_ids = torch.where(token_ids < 0, -1, accept(logits, token_ids.clamp(min=0)))
         reports = wanted.report(raw, processed, token_ids) if wanted.modes else []
         copy = HostCopy(token_ids) if token_ids.is_cuda else None
         return PendingSample(batch.request_ids, token_ids, reports, errors, copy)
@@ -140,19 +143,18 @@ class Sampler:
         errors |= {view.request_id: view.error for view in batch.requests if view.error is not None}
         return logits
 
-    def _draw(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """Draw a token for each row that is not greedy, and take the argmax of the others. Also returns whether each row has a token."""
+    def _draw(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """Draw a token for each row that is not greedy, and take the argmax of the others; -1 where there is none."""
         greedy = batch.column("greedy")
         u = batch.uniforms()
         if not greedy.any():
-            return draw(logits, u)
+            return _or_none(*draw(logits, u))
         where = (torch.from_numpy(np.flatnonzero(mask)) for mask in (greedy, ~greedy))
         certain, chance = (rows.to(logits.device, non_blocking=True) for rows in where)
         token_ids = torch.empty(len(batch), dtype=torch.int64, device=logits.device)
-        alive = torch.empty(len(batch), dtype=torch.bool, device=logits.device)
-        token_ids[certain], alive[certain] = self._argmax(logits[certain])
-        token_ids[chance], alive[chance] = draw(logits[chance], u[chance])
-        return token_ids, alive
+        token_ids[certain] = self._argmax(logits[certain])
+        token_ids[chance] = _or_none(*draw(logits[chance], u[chance]))
+        return token_ids
 
     def explain(
         self,

@@ -235,10 +235,10 @@ def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return at.gather(1, token)[:, 0], cumulative[:, -1] > 0
 
 
-def take_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The argmax of each row, of equals the first, and whether there is one, as for `draw`: [R] int64, [R] bool."""
+def take_largest(logits: Tensor) -> Tensor:
+    """The argmax of each row, of equals the first, [R] int64; -1 where the largest number is infinite or one is NaN."""
     values, ids = logits.max(-1)
-    return ids, values.abs() < math.inf
+    return torch.where(values.abs() < math.inf, ids, -1)
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ def choose_guesses(
     Returns:
         int64 [R], and for each row float32 [V], or None for a greedy request.
     """
-    token_ids, probs = argmax(logits)[0], list[Tensor | None]([None] * len(requests))
+    token_ids, probs = argmax(logits).clamp(min=0), list[Tensor | None]([None] * len(requests))
     drawn = [i for i, request in enumerate(requests) if not request.params.is_greedy]
     if not drawn:
         return token_ids, probs

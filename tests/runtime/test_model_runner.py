@@ -14,7 +14,7 @@ from minivllm.core.config import EngineArgs, KVCacheConfig, KVCacheGroup, KVCach
 from minivllm.core.output import NewRequestData, SchedulerOutput
 from minivllm.runtime.executor import UniProcExecutor, plan_engine
 from minivllm.runtime.executors.select import load_first, make_executor
-from minivllm.runtime.model_runner import group_attention_specs, zeros_on_demand
+from minivllm.runtime.model_runner import FutureTokens, group_attention_specs, zeros_on_demand
 from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 
@@ -48,6 +48,12 @@ def new(name, prompt, blocks, output=(), computed=0, **params):
 
 def step(number, scheduled, **more):
     return SchedulerOutput(number, scheduled, sum(scheduled.values()), **more)
+
+
+def test_a_negative_token_stands_for_the_newest_of_a_row():
+    future = FutureTokens(vocab_size=100, num_rows=8, device=torch.device("cpu"))
+    future.put(torch.tensor([0, 7, 8, 3]), torch.tensor([99, 5, 42, -1]))  # row 8 is no request's; row 3 has failed
+    assert future.resolve(torch.tensor([0, 99, ~0, ~7, ~3, ~1, 7])).tolist() == [0, 99, 99, 5, 0, 0, 7]
 
 
 @pytest.fixture(scope="module")

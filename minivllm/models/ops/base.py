@@ -130,8 +130,8 @@ class LayerOps(Module):
         """
 
     @abstractmethod
-    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The place of the largest number in each row of logits [R, V], the first of equals: int64 [R]; and whether it is finite: bool [R]."""
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The place of the largest number in each row of logits [R, V], the first of equals: int64 [R]; -1 where it is not finite."""
 
     def capture(self, model: Module, run: Callable[[Tensor, ForwardContext], Tensor]) -> CapturedSteps | None:
         """Steps of `model` to capture and replay, or None if these ops launch nothing that can be captured.

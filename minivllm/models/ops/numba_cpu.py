@@ -123,13 +123,13 @@ class NumbaCPUOps(TorchOps):
         _launcher("add_rows", size, BITS[rows.dtype])(rows.numel(), tokens, *where, size, top_k, weights.data_ptr())
         return out
 
-    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(self, logits: Tensor) -> Tensor:
         """See `LayerOps`. torch's takes several times as long on a CPU, and numpy's uses one core."""
         if logits.dtype != torch.float32:
             return TorchOps.argmax(self, logits)
         logits, ids = logits.contiguous(), torch.empty(len(logits), dtype=torch.int64)
         _argmax_launcher(logits.shape[1])(logits.data_ptr(), ids.data_ptr(), len(logits))
-        return ids, ids >= 0
+        return ids
 
     def capture(self, model: Module, run: Callable[[Tensor, ForwardContext], Tensor]) -> CapturedSteps | None:
         return CapturedCPUSteps(model, run)

@@ -65,8 +65,7 @@ class NumbaCudaOps(TorchOps):
             return TorchOps.gated_linear(self, both, lambda both: both, activation)
         return cuda_kernels().silu_mul(both)
 
-    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(self, logits: Tensor) -> Tensor:
         if logits.stride(-1) != 1 or not cuda_kernels().takes_largest(logits):
             return TorchOps.argmax(self, logits)
-        ids = cuda_kernels().first_largest(logits)
-        return ids, ids >= 0
+        return cuda_kernels().first_largest(logits)
