@@ -54,7 +54,7 @@ from minivllm.sampling.grammar import GrammarCompiler
 from minivllm.sampling.logprobs import Logprob, compute_logprobs
 from minivllm.sampling.pooling import PoolingParams
 from minivllm.sampling.sampler import PendingSample, Sampler, SamplerOutput
-from minivllm.sampling.state import RequestView, SamplingState
+from minivllm.sampling.state import RequestView, SamplingBatch, SamplingState
 from minivllm.sampling.transforms import Transform
 from minivllm.spec_decode.draft_model import DraftHost, shared_group
 from minivllm.spec_decode.drafter import Drafter, make_drafter
@@ -615,11 +615,15 @@ class ModelRunner:
     def _takes_argmax(self, step: StepInputs, padded: int, ahead: bool) -> bool:
         """Whether a graph of `padded` tokens may choose the step's tokens as well: then the host has less to launch."""
         drafted = self.drafter is not None and not ahead
-        if drafted or padded > GREEDY_ROWS or not step.samples.all() or self.sample_log is not None:
+        if drafted or padded > GREEDY_ROWS or not step.samples.all():
             return False
-        if self.adapters is not None or self.model.group is not None:
+        return self._wants_argmax(self.sampling.batch(step.request_ids))
+
+    def _wants_argmax(self, batch: SamplingBatch) -> bool:
+        """Whether the argmax of the logits is all that a batch needs of them."""
+        if self.sample_log is not None or self.adapters is not None or self.model.group is not None:
             return False
-        return self.sampler.takes_argmax(self.sampling.batch(step.request_ids))
+        return self.sampler.takes_argmax(batch)
 
     def _choose(self, hidden: Tensor, rows: Tensor, device: DeviceStep | None) -> Tensor:
         """In a graph: the argmax token of each row, int64 [T]; of drafts of the device [2, T], see `DeviceStep.chosen`."""
@@ -658,6 +662,10 @@ class ModelRunner:
         batch = self.sampling.batch([step.request_ids[i] for i in chosen])
         if self.adapters is not None:
             self.adapters.use(self.lora_slots[rows])
+        if taken is None and self.graphs is not None and self._may_replay(self.graphs) and self._wants_argmax(batch):
+            taken = self.model.compute_argmax(hidden)
+            if self.future is not None:
+                self.future.put(rows_there, taken)
         if taken is None:
             logits = self.model.compute_logits(hidden)
             if self._latest is not None and (self._looks_back or self.sample_log is not None or batch.looks_back):
