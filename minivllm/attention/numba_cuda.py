@@ -44,6 +44,11 @@ def start_compilers(attention_backend: str) -> None:
         launch.start_compilers()
 
 
+def compile_attention(specs: Sequence[AttentionSpec], device: torch.device) -> None:
+    """Let other processes compile this backend's kernels for layers with these specs, if they are not cached."""
+    cuda_ops().compile_attention(dict.fromkeys(map(_shape, specs)), device)
+
+
 def _dtype(spec: AttentionSpec) -> str:
     return str(spec.dtype).removeprefix("torch.")
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from minivllm.attention.backend import FP8, AttentionBackend
-from minivllm.attention.numba_cuda import NumbaCudaBackend, cuda_ops, start_compilers
+from minivllm.attention.backend import FP8, AttentionBackend, AttentionSpec
+from minivllm.attention.numba_cuda import NumbaCudaBackend, compile_attention, cuda_ops, start_compilers
 from minivllm.attention.select import select_backend
 from minivllm.attention.state import backend_needs
 from minivllm.core.config import (
@@ -234,9 +234,12 @@ def load_decoder(plan: EnginePlan, group: TensorGroup | None = None, stage: Stag
     longest = plan.config.scheduler.max_model_len
     if isinstance(plan.model.spec, TransformersSpec):
         return _load_transformers(plan, plan.model.spec)
-    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group, stage)
-    alone = decoder.group is None and decoder.stage.is_first and decoder.stage.is_last
+    alone = group is None and (stage is None or (stage.is_first and stage.is_last))
     compiles = alone and isinstance(plan.backend, NumbaCudaBackend)
+    if compiles:  # attention first: nothing takes longer
+        specs = plan.model.spec.attention_specs(plan.config.kv_cache.block_size, dtype, kv_dtype)
+        compile_attention([spec for spec in specs if isinstance(spec, AttentionSpec)], device)
+    decoder = Decoder(plan.model.spec, plan.backend, dtype, device, method, kv_dtype, longest, group, stage)
     # the kernels of a weight that is stored quantized depend on its numbers, which may differ from layer to layer
     stored = bool(plan.model.quantization)
     early = method == "gemv" and not stored

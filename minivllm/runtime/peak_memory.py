@@ -83,10 +83,7 @@ def peak_bytes(
 
 
 FIRST_STEPS = ((256, 2), (1, 1), (1, 64), (256, 1), (128, 1), (8, 1), (1, 16))
-"""Steps of a rehearsal, as (tokens per request, requests). They use the kernels of a model's first steps: long and short prompts, and decoding.
-
-The first three have all kernels of attention, which take longest to compile.
-"""
+"""Steps of a rehearsal, as (tokens per request, requests). They use the kernels of a model's first steps: long and short prompts, and decoding."""
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +106,13 @@ def uses_wgmma(shape: AttentionShape, device: torch.device) -> bool:
     return hopper_unsupported(shape, _properties(_index(device))[0]) is None
 
 
+def prefill_kernel(shape: AttentionShape, device: torch.device) -> CudaKernel:
+    """The kernel for queries of several tokens."""
+    if uses_wgmma(shape, device):
+        return prefill_hopper.wgmma_tiles(shape)
+    return prefill.mma_tiles(shape, prefill.best_warps(shape))
+
+
 @functools.cache
 def device_unsupported(device: torch.device) -> str | None:
     """Why kernels cannot run on this device, in words; None if they can."""
@@ -151,6 +158,15 @@ def rehearsal(device: torch.device) -> Iterator[dict[CudaKernel, None]]:
     finally:
         _rehearsal.kernels = None
     compile_ahead(list(kernels), ptx_target(_properties(_index(device))[0]))
+
+
+def compile_attention(shapes: Iterable[AttentionShape], device: torch.device) -> None:
+    """Let other processes compile the kernels of attention for prompts, and for few and for many sequences. No others take as long to compile."""
+    kernels: list[CudaKernel] = []
+    for shape in shapes:
+        widths = decode.max_warps(shape), 2
+        kernels += [prefill_kernel(shape, device), *(decode.mma_split_kv(shape, warps) for warps in widths)]
+    compile_ahead(kernels, ptx_target(_properties(_index(device))[0]))
 
 
 def load_rehearsed(kernels: Sequence[CudaKernel], device: torch.device) -> None:
@@ -315,10 +331,8 @@ class AttentionPlan:
         shape, device, heads = self.shape, self.slot_mapping.device, self.kv_heads * self.shape.group
         if len(self.items):
             self.decode_kernel = decode.mma_split_kv(shape, self.warps)
-        if len(self.tiles) and uses_wgmma(shape, device):
-            self.prefill_kernel = prefill_hopper.wgmma_tiles(shape)
-        elif len(self.tiles):
-            self.prefill_kernel = prefill.mma_tiles(shape, prefill.best_warps(shape))
+        if len(self.tiles):
+            self.prefill_kernel = prefill_kernel(shape, device)
         if self.slots:  # outputs; (max, sum); counts of arrivals, which are zero here and after every launch
             floats = [torch.empty(self.slots * heads * n, device=device) for n in (shape.head_dim, 2)]
             self.partials = (*floats, torch.zeros(self.slots * self.decode_blocks, dtype=torch.int32, device=device))
