@@ -153,6 +153,11 @@ class FutureTokens:
         return self.tokens[token_ids]  # one kernel, where to compare and choose would be five
 
 
+def chooses_ahead(config: EngineConfig) -> bool:
+    """Whether a step may begin before the host knows the tokens of the one before. A model that only pools chooses none."""
+    return config.async_scheduling and config.speculative is None and config.model.pooling.generates
+
+
 def _sampled_places(last: Int64, rows: Int64, drafts: Sequence[Draft]) -> tuple[Int64, Int64]:
     """The tokens after which something is sampled, and their rows: the last of each request, and as many before it as it has drafts."""
     counts = np.array([len(draft.token_ids) + 1 for draft in drafts])
@@ -218,7 +223,7 @@ class ModelRunner:
         self._capture_problem: str | None = None
         if self.device.type != "cpu":
             self.buffer = StepBuffer(step_bytes(config), self.device)
-            if config.async_scheduling and speculative is None:  # else a step begins when all tokens are known
+            if chooses_ahead(config):
                 self.future = FutureTokens(config.model.vocab_size, limits.max_num_seqs, self.device)
             self.graphs = self._make_graphs()
         self.device_drafts = self._make_device_drafts(encoder is not None or bool(transforms))

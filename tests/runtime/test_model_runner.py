@@ -14,7 +14,7 @@ from minivllm.core.config import EngineArgs, KVCacheConfig, KVCacheGroup, KVCach
 from minivllm.core.output import NewRequestData, SchedulerOutput
 from minivllm.runtime.executor import UniProcExecutor, plan_engine
 from minivllm.runtime.executors.select import load_first, make_executor
-from minivllm.runtime.model_runner import FutureTokens, group_attention_specs, zeros_on_demand
+from minivllm.runtime.model_runner import FutureTokens, chooses_ahead, group_attention_specs, zeros_on_demand
 from minivllm.sampling.params import SamplingParams
 from minivllm.sampling.pooling import PoolingParams
 
@@ -54,6 +54,14 @@ def test_a_negative_token_stands_for_the_newest_of_a_row():
     future = FutureTokens(vocab_size=100, num_rows=8, device=torch.device("cpu"))
     future.put(torch.tensor([0, 7, 8, 3]), torch.tensor([99, 5, 42, -1]))  # row 8 is no request's; row 3 has failed
     assert future.resolve(torch.tensor([0, 99, ~0, ~7, ~3, ~1, 7])).tolist() == [0, 99, 99, 5, 0, 0, 7]
+
+
+def test_a_model_that_pools_has_no_table_of_tokens(plan):
+    """The ids of its prompts may lie beyond the vocabulary: they tell which of two texts a token belongs to."""
+    config = replace(plan.config, async_scheduling=True)
+    pools = replace(config.model, pooling=replace(config.model.pooling, generates=False))
+    assert chooses_ahead(config) and not chooses_ahead(replace(config, model=pools))
+    assert not chooses_ahead(replace(config, async_scheduling=False))
 
 
 @pytest.fixture(scope="module")
