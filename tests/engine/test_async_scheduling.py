@@ -29,7 +29,9 @@ def load(path, way=None, **kwargs):
     llm = LLM(path, async_scheduling=way is not None, **{"num_gpu_blocks": 200, **SMALL, **kwargs})
     if way == "device":
         runner = llm.llm_engine.core.executor.runner
-        runner.future = FutureTokens(runner.config.scheduler.max_num_seqs, runner.device)
+        runner.future = FutureTokens(
+            runner.config.model.vocab_size, runner.config.scheduler.max_num_seqs, runner.device
+        )
         runner.buffer = StepBuffer(step_bytes(runner.config), runner.device)
     return llm
 
