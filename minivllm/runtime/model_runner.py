@@ -669,24 +669,20 @@ class ModelRunner:
             self.adapters.use(self.lora_slots[rows])
         if taken is not None:
             drawn = self.sampler.take(batch, taken)
+        elif self.graphs is not None and self._may_replay(self.graphs) and self._wants_argmax(batch):
+            drawn = self.sampler.take(batch, self.model.compute_argmax(hidden))
         else:
-            drawn = self._draw(hidden, batch)
-            if self.future is not None:
-                self.future.put(rows_there, drawn.token_ids)
+            logits = self.model.compute_logits(hidden)
+            if self._latest is not None and (self._looks_back or self.sample_log is not None or batch.looks_back):
+                self._latest.result()
+            if self.sample_log is not None:
+                log_samples(self.sample_log, batch.requests, logits)
+            drawn = self.sampler.start(logits, batch)
+        if taken is None and self.future is not None:
+            self.future.put(rows_there, drawn.token_ids)
         places = self.batch.append_tokens(rows, ~rows)  # ~row stands for a token that the host does not know yet
         pending.drawn, pending.views, pending.rows, pending.places = drawn, batch.requests, rows, places
         self.sampling.columns["num_output_tokens"][batch.rows] += 1  # `SamplingState.arrive` will name it
-
-    def _draw(self, hidden: Tensor, batch: SamplingBatch) -> PendingSample:
-        """Tokens from hidden states [R, hidden_size]: their argmax where the model may take it itself, else what the sampler makes of the logits."""
-        if self.graphs is not None and self._may_replay(self.graphs) and self._wants_argmax(batch):
-            return self.sampler.take(batch, self.model.compute_argmax(hidden))
-        logits = self.model.compute_logits(hidden)
-        if self._latest is not None and (self._looks_back or self.sample_log is not None or batch.looks_back):
-            self._latest.result()
-        if self.sample_log is not None:
-            log_samples(self.sample_log, batch.requests, logits)
-        return self.sampler.start(logits, batch)
 
     def _propose(self, drafter: Drafter, output: SchedulerOutput, result: ModelRunnerOutput, seconds: float) -> None:
         """Add draft tokens for the requests that will go on after this step. seconds: what it took,
